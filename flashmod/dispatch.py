@@ -1,0 +1,74 @@
+"""Choose the backend of a call; say why when none fits. A request by name never falls back."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from .spec import AttentionCall
+
+NAMES = ("triton", "tiled")  # in order of preference
+
+
+class Backend(Protocol):
+    """What a backend module offers. Shapes as in :mod:`flashmod.ops`."""
+
+    def unsupported_reasons(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> list[str]:
+        """Why this backend cannot run the call; empty when it can."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        """out (B, S, H, D_v), lse (B, H, S), and what its backward needs (2, B, H, S)."""
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        stats: Tensor,
+        call: AttentionCall,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in the shapes and dtypes of q, k, v."""
+
+
+class UnsupportedAttention(NotImplementedError):
+    """No backend, or not the one asked for, can run a call; the message lists every reason."""
+
+
+def load(name: str) -> Backend:
+    """Import a backend by name; ImportError when what it needs is missing."""
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)} or None, got {name!r}")
+    return cast(Backend, import_module(f"{__package__}.backends.{name}"))
+
+
+def refusals(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> dict[str, list[str]]:
+    """For every backend the call may use, in order of preference, why it refuses (empty: it takes it)."""
+    answers: dict[str, list[str]] = {}
+    for name in [call.backend] if call.backend else NAMES:
+        if not call.backend and name == "triton" and q.device.type == "cpu":
+            answers[name] = ["a CPU tensor takes the torch tiles unless backend='triton' asks for the interpreter"]
+            continue
+        try:
+            answers[name] = load(name).unsupported_reasons(q, k, v, call)
+        except ImportError as error:
+            answers[name] = [f"cannot be imported: {error}"]
+    return answers
+
+
+def choose_backend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Backend:
+    """The backend that runs the call.
+
+    Raises:
+        UnsupportedAttention: with every backend's reasons.
+    """
+    answers = refusals(q, k, v, call)
+    for name, reasons in answers.items():
+        if not reasons:
+            return load(name)
+    listed = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in answers.items())
+    raise UnsupportedAttention(f"no attention backend can run this call\n{listed}")

@@ -1,0 +1,117 @@
+"""Dense attention: the specification that every backend must match, in float64 if asked.
+
+It materialises (H, S, S_kv) for one sequence at a time and is differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .masks import mask_fn_on_tensors
+from .spec import AttentionCall, Span, on_tensors, spans
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Attention of a whole call.
+
+    Args:
+        q: (B, S, H, D). k: (B, S_kv, H_kv, D). v: (B, S_kv, H_kv, D_v).
+    Returns:
+        out (B, S, H, D_v) in q's dtype, and lse (B, H, S), float64 for float64 input, else float32.
+    """
+    batch, rows, heads, _ = q.shape
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(batch, rows, heads, v.shape[-1])
+    lse = torch.full((batch, heads, rows), float("-inf"), dtype=accumulate, device=q.device)
+    for span in spans(call, q, k):
+        q_idx = torch.arange(span.limits.q_len, device=q.device)
+        b, at = span.q_rows
+        out_n, lse_n = attend_rows(q[b, at], k[span.kv_rows], v[span.kv_rows], call, span, q_idx)
+        where = torch.arange(at.start, at.stop, device=q.device)
+        batch_row = torch.full_like(where, b)
+        out = out.index_put((batch_row, where), out_n)
+        lse = lse.transpose(1, 2).index_put((batch_row, where), lse_n.T).transpose(1, 2)
+    return out, lse
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, span: Span, q_idx: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of some query rows of one sequence to all its keys.
+
+    Args:
+        q: (R, H, D), the rows at positions ``q_idx`` (R,). k: (S_kv, H_kv, D). v: (S_kv, H_kv, D_v).
+    Returns:
+        out (R, H, D_v) in q's dtype, and lse (H, R).
+    """
+    weights, lse, seen = row_weights(q, k, call, span, q_idx)
+    values = _select_seen(_heads_first(v, q.shape[1], weights.dtype), seen)
+    return (weights @ values).transpose(0, 1).to(q.dtype), lse
+
+
+def row_weights(
+    q: Tensor, k: Tensor, call: AttentionCall, span: Span, q_idx: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax weights (H, R, S_kv) after dropout, lse (H, R), and which pairs are visible (H, R, S_kv)."""
+    heads, kv_len = q.shape[1], k.shape[0]
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    seen = visible(call, span, heads, q_idx, kv_len)
+    keys = _select_seen(_heads_first(k, heads, accumulate), seen)
+    scores = q.transpose(0, 1).to(accumulate) @ keys.mT * call.scale
+    scores = scores.masked_fill(~seen, float("-inf"))
+    dead = ~seen.any(-1)
+    if kv_len == 0:
+        return scores, scores.new_full(dead.shape, float("-inf")), seen
+    row_max = scores.detach().amax(-1).masked_fill(dead, 0.0)
+    weights = (scores - row_max[..., None]).exp()
+    row_sum = weights.sum(-1).masked_fill(dead, 1.0)
+    lse = (row_max + row_sum.log()).masked_fill(dead, float("-inf"))
+    weights = weights / row_sum[..., None]
+    if call.dropout_seed is not None:
+        keep = kept(call, span, heads, q_idx, kv_len)
+        weights = torch.where(keep, weights * call.keep_scale, 0.0)
+    return weights, lse, seen
+
+
+def visible(call: AttentionCall, span: Span, heads: int, q_idx: Tensor, kv_len: int) -> Tensor:
+    """(H, R, S_kv) bool: which keys each query row sees."""
+    head, kv_idx = _coordinates(heads, kv_len, q_idx)
+    lo, hi = on_tensors.key_interval(q_idx[:, None], span.limits)
+    seen = on_tensors.is_visible(kv_idx, lo, hi)
+    if call.key_mask is not None:
+        seen = seen & call.key_mask[span.kv_rows]
+    if call.mask_fn:
+        predicate = mask_fn_on_tensors(call.mask_fn)
+        seen = seen & predicate(span.sequence_id, head, q_idx[:, None], kv_idx, *call.mask_args)
+    return seen.expand(heads, len(q_idx), kv_len)
+
+
+def kept(call: AttentionCall, span: Span, heads: int, q_idx: Tensor, kv_len: int) -> Tensor:
+    """(H, R, S_kv) bool: which weights dropout keeps."""
+    assert call.dropout_seed is not None
+    head, kv_idx = _coordinates(heads, kv_len, q_idx, dtype=torch.int32)
+    seed_lo, seed_hi = call.dropout_seed.reshape(1).view(torch.int32).unbind()
+    sequence = call.sequence_ids[span.n]
+    head_key = on_tensors.dropout_head_key(seed_lo, seed_hi, sequence, head)
+    row_key = on_tensors.dropout_row_key(head_key, q_idx.int()[:, None])
+    pair_key = on_tensors.dropout_pair_key(on_tensors.dropout_pair(kv_idx))
+    word = on_tensors.dropout_word(*row_key, pair_key)
+    return on_tensors.dropout_bits(word, kv_idx) >= call.dropout_threshold
+
+
+def _coordinates(
+    heads: int, kv_len: int, q_idx: Tensor, dtype: torch.dtype = torch.int64
+) -> tuple[Tensor, Tensor]:
+    head = torch.arange(heads, device=q_idx.device, dtype=dtype)[:, None, None]
+    return head, torch.arange(kv_len, device=q_idx.device, dtype=dtype)
+
+
+def _heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """(S_kv, H_kv, D) -> (H, S_kv, D), each key head repeated for the query heads that share it."""
+    return x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0).to(dtype)
+
+
+def _select_seen(x: Tensor, seen: Tensor) -> Tensor:
+    """Zero the keys that no row sees, so that what lies in their memory cannot reach a result."""
+    return torch.where(seen.any(-2)[..., None], x, 0.0)
