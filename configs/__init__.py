@@ -1,0 +1,1 @@
+"""Hydra configs; in the wheel, and for Hydra, this is the package flashmod.configs."""

@@ -1,0 +1,1 @@
+"""Thin entry points; in the wheel this is the package flashmod.experiments."""
