@@ -1,0 +1,1 @@
+"""How a call is computed. :class:`flashmod.dispatch.Backend` says what each module here offers."""
