@@ -22,10 +22,11 @@ BIN := $(ENV)/bin
 # some are given, install again; a plain `make` keeps what an earlier PIP_ARGS chose.
 STAMP := $(ENV)/.flashmod-installed
 HAVE := $(shell cat $(STAMP) 2>/dev/null)
-WANTED := $(strip $(CURDIR) $(CONSTRAINTS) $(PIP_ARGS))
+WANTED := $(strip $(CURDIR) $(PYTHON) $(CONSTRAINTS) $(PIP_ARGS))
+CHOSEN := $(filter command,$(origin PYTHON))$(filter-out constraints.txt,$(CONSTRAINTS))$(PIP_ARGS)
 ifneq ($(findstring $(CURDIR),$(HAVE)),$(CURDIR))
 STALE := stale
-else ifneq ($(PIP_ARGS)$(filter-out constraints.txt,$(CONSTRAINTS)),)
+else ifneq ($(CHOSEN),)
 ifneq ($(HAVE),$(WANTED))
 STALE := stale
 endif
@@ -71,9 +72,9 @@ format: setup  ## rewrite the code in the house style
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 
-# A new torch build must replace the installed one, which pip alone does not do: .venv starts anew.
+# pip alone keeps the torch it finds, and a moved .venv does not work: one of ours starts anew.
 $(STAMP): pyproject.toml constraints.txt $(STALE)
-	$(if $(and $(STALE),$(filter .venv,$(ENV))),rm -rf .venv)
+	$(if $(and $(STALE),$(HAVE),$(filter .venv,$(ENV))),rm -rf .venv)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(ENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c $(CONSTRAINTS) $(PIP_ARGS)
 	@echo '$(WANTED)' > $@

@@ -78,4 +78,5 @@ def test_contracts_notice(module: str, line: str, tmp_path: Path) -> None:
     with open(tmp_path / module, "a") as file:
         file.write(f"\n{line}\n")
     run = lint_imports(tmp_path)
-    assert run.returncode != 0 and Path(module).stem.removesuffix("__init__") in run.stdout
+    name = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    assert run.returncode != 0 and name in run.stdout

@@ -107,7 +107,8 @@ def test_make_explains_every_target() -> None:
 @pytest.mark.slow
 def test_wheel_contents(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
     for folder, package in (("flashmod", "flashmod"), ("experiments", "flashmod/experiments")):
         for file in (ROOT / folder).rglob("*.py"):
             assert f"{package}/{file.relative_to(ROOT / folder)}" in names
@@ -123,7 +124,8 @@ def test_wheel_contents(built: Path) -> None:
 @pytest.mark.slow
 def test_sdist_contents(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"LICENSE", "CHANGELOG.md", "CITATION.cff", "Makefile", "constraints.txt"}
     assert wanted | {"tests/conftest.py", "configs/__init__.py", "experiments/train.py"} <= names
 
