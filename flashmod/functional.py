@@ -12,7 +12,7 @@ from . import ops
 from .dispatch import refusals
 from .intercept import interceptable
 from .masks import Mask
-from .spec import DROPOUT_STEPS, AttentionCall, TileConfig
+from .spec import DROPOUT_STEPS, END_KEY, FIRST_KEY, AttentionCall, TileConfig
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -128,14 +128,15 @@ def prepare(
     if kv_starts.shape[0] != count:
         raise ValueError(f"cu_seqlens_q describes {count} sequences, cu_seqlens_k {kv_starts.shape[0]}")
     threshold = dropout_threshold(dropout_p)
+    key_mask = _key_mask(attn_mask, k, packed=cu_seqlens_q is not None)
     call = AttentionCall(
         q_starts=q_starts,
         q_lengths=q_lengths,
         kv_starts=kv_starts,
         kv_lengths=kv_lengths,
         sequence_ids=_sequence_ids(sequence_ids, count, q.device),
-        limits=mask.limits(count, q.device),
-        key_mask=_key_mask(attn_mask, k, packed=cu_seqlens_q is not None),
+        limits=_narrow(mask.limits(count, q.device), key_mask),
+        key_mask=key_mask,
         dropout_seed=_seed(dropout_seed, q.device) if threshold else None,
         dropout_threshold=threshold,
         align=int(mask.align == "bottom_right"),
@@ -247,6 +248,16 @@ def _key_mask(attn_mask: Tensor | None, k: Tensor, *, packed: bool) -> Tensor | 
             f"attn_mask has shape {tuple(attn_mask.shape)}, but k needs ({k.shape[0]}, 1, 1, {k.shape[1]})"
         )
     return attn_mask[:, 0, 0].expand(k.shape[0], -1)
+
+
+def _narrow(limits: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Start and end every key interval at the first and last visible key: padding tiles are not visited."""
+    if key_mask is None or key_mask.shape[1] == 0:
+        return limits
+    key = torch.arange(key_mask.shape[1], dtype=torch.int32, device=key_mask.device)
+    limits[:, FIRST_KEY] = torch.where(key_mask, key, key_mask.shape[1]).amin(1)
+    limits[:, END_KEY] = torch.where(key_mask, key + 1, 0).amax(1)
+    return limits
 
 
 def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:

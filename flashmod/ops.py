@@ -93,8 +93,10 @@ def _(device: torch.device) -> Tensor:
 
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return torch.ops.flashmod.attention_backward(*inputs)
+    def forward(
+        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, call: Any
+    ) -> Any:
+        return torch.ops.flashmod.attention_backward(grad_out, grad_lse, q, k, v, out, stats, *call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -134,7 +136,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         q, k, v, *call = inputs
-        grads = _AttentionBackward.apply(grad_out, grad_lse, q, k, v, out, stats, *call)
+        grads = _AttentionBackward.apply(grad_out, grad_lse, q, k, v, out, stats, tuple(call))
         return *grads, *(None for _ in call)
 
 

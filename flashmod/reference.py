@@ -115,3 +115,16 @@ def _heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 def _select_seen(x: Tensor, seen: Tensor) -> Tensor:
     """Zero the keys that no row sees, so that what lies in their memory cannot reach a result."""
     return torch.where(seen.any(-2)[..., None], x, 0.0)
+
+
+def call_weights(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+    """(B, H, S, S_kv) softmax weights after dropout of a call whose sequences are its batch rows."""
+    rows = []
+    for span in spans(call, q, k):
+        q_idx = torch.arange(span.limits.q_len, device=q.device)
+        (q_b, q_at), (k_b, k_at) = span.q_rows, span.kv_rows
+        weights, _, _ = row_weights(q[q_b, q_at], k[k_b, k_at], call, span, q_idx)
+        pad = (0, k.shape[1] - span.kv_len, 0, q.shape[1] - span.limits.q_len)
+        rows.append(torch.nn.functional.pad(weights, pad))
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return torch.stack(rows).to(q.dtype) if rows else q.new_zeros(shape)
