@@ -1,0 +1,169 @@
+"""What a reader can decide, in sentences whose numbers all come from the records."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flashmod.report.compare import growths, longest_pair
+from flashmod.report.records import Records, Run, finite
+from flashmod.report.series import Point, Variants, memory_points, points
+from flashmod.report.text import ERRORS, mib, quantity, scientific, worst_error
+
+FP32_TARGET = 1e-5
+SWEEP_HINT = "flashmod-train sweep=lengths measures it"
+
+
+class Finding(NamedTuple):
+    """``tone`` is good, bad, plain or missing (not enough data)."""
+
+    tone: str
+    topic: str
+    text: str
+
+
+def findings(records: Records) -> list[Finding]:
+    """Memory, growth, gradient error, speed, training result, then the state of the runs."""
+    runs = records.measured
+    variants = Variants(runs)
+    memory = memory_points(runs, variants)
+    found = [
+        _memory(memory), _growth(memory), *_errors(runs), _speed(runs, variants), *_quality(runs),
+    ]
+    return [*(found if runs else []), _states(records)]
+
+
+def is_fp32(precision: str) -> bool:
+    return "32" in precision
+
+
+def _memory(memory: Sequence[Point]) -> Finding:
+    pair = longest_pair(memory)
+    if pair is None:
+        return Finding("missing", "Memory", "Not enough data: no length has both a flash and a "
+                       "dense figure, so the two cannot be compared.")
+    flash, dense = pair
+    ratio = dense.value / flash.value if flash.value else math.inf
+    how = "predicted from the closed form, not measured" if dense.predicted else "measured"
+    factor = quantity(max(ratio, 1 / ratio))
+    less = f"{factor}x less" if ratio >= 1 else f"{factor}x more"
+    return Finding(
+        "good" if ratio > 1 else "bad", "Memory",
+        f"At {flash.seq_len:,} tokens flash attention peaks at {mib(flash.value)} where dense "
+        f"needs {mib(dense.value)} ({how}): {less}.{_where(flash)}",
+    )
+
+
+def _growth(memory: Sequence[Point]) -> Finding:
+    rates = growths(memory)
+    if not rates:
+        return Finding("missing", "Growth", "Not enough data: one length only, so how memory grows "
+                       f"with the length cannot be told; {SWEEP_HINT}.")
+    parts = [
+        f"{rate.per_doubling:.1f}x for {rate.kind}{' (predicted)' if rate.predicted else ''}"
+        for rate in rates
+    ]
+    first, last = rates[0].first, rates[0].last
+    return Finding(
+        "plain", "Growth",
+        f"Per doubling of the length (from {first.seq_len:,} to {last.seq_len:,} tokens) the "
+        f"memory of attention grows {' and '.join(parts)}. Linear is 2x, quadratic "
+        f"4x.{_where(first)}",
+    )
+
+
+def _errors(runs: Sequence[Run]) -> list[Finding]:
+    flash = [run for run in runs if run.attention == "flash" and worst_error(run) is not None]
+    if not flash:
+        return [Finding("missing", "Gradients", "Not enough data: no finished flash run recorded "
+                        "its gradient error.")]
+    found = []
+    for precision in sorted({run.precision for run in flash}):
+        group = [run for run in flash if run.precision == precision]
+        worst = max(group, key=lambda run: worst_error(run) or 0.0)
+        value = worst_error(worst) or 0.0
+        name = max(ERRORS, key=lambda metric: worst.summary.get(metric, -1.0)).split("/")[1]
+        coverage = min(run.summary.get("grad_error/coverage", 1.0) for run in group)
+        checked = "" if coverage >= 1 else f" At least {coverage:.0%} of the rows were checked."
+        tone, verdict = "plain", f" in precision {precision}"
+        if is_fp32(precision):
+            tone = "good" if value < FP32_TARGET else "bad"
+            side = "under" if tone == "good" else "NOT under"
+            verdict = f" in fp32, {side} the target of {scientific(FP32_TARGET)}"
+        length = f" at {worst.seq_len:,} tokens" if worst.seq_len else ""
+        found.append(Finding(
+            tone, "Gradients",
+            f"The largest error of flash against dense float64 is {scientific(value)} ({name}"
+            f"{length}){verdict}.{checked}",
+        ))
+    return found
+
+
+def _speed(runs: Sequence[Run], variants: Variants) -> Finding:
+    speed = points(runs, "throughput/tokens_per_s", variants)
+    device = _sole_device(runs)
+    pair = longest_pair(speed, ("dense",))
+    if pair is not None:
+        flash, dense = pair
+        ratio = flash.value / dense.value if dense.value else math.inf
+        change = f"{quantity(ratio)}x as fast" if ratio >= 1 else f"{quantity(1 / ratio)}x slower"
+        return Finding(
+            "plain", "Speed",
+            f"At {flash.seq_len:,} tokens training runs at {flash.value:,.0f} tokens/s with flash "
+            f"and {dense.value:,.0f} with dense: {change}{device}.{_where(flash)}",
+        )
+    flash_only = [point for point in speed if point.kind == "flash"]
+    if not flash_only:
+        return Finding("missing", "Speed", "Not enough data: no finished flash run recorded its "
+                       "throughput.")
+    longest = max(flash_only, key=lambda point: point.seq_len)
+    return Finding(
+        "plain", "Speed",
+        f"Flash trains at {longest.value:,.0f} tokens/s at {longest.seq_len:,} tokens{device}; "
+        "no dense run of the same set-up is here to compare with.",
+    )
+
+
+def _quality(runs: Sequence[Run]) -> list[Finding]:
+    found = []
+    trained = [run for run in runs if "val/bits_per_byte" in run.summary]
+    for name in sorted({str(run.data.get("name") or "the data") for run in trained})[:3]:
+        group = [run for run in trained if str(run.data.get("name") or "the data") == name]
+        best = min(group, key=lambda run: run.summary["val/bits_per_byte"])
+        bits, entropy = best.summary["val/bits_per_byte"], unigram_entropy(best)
+        if entropy is None:
+            side, tone = "; the unigram entropy was not recorded, so no baseline", "plain"
+        else:
+            tone = "good" if bits < entropy else "bad"
+            side = f", {'below' if bits < entropy else 'NOT below'} the {entropy:.2f} of unigrams"
+        many = f" (best of {len(group)} runs)" if len(group) > 1 else ""
+        found.append(Finding(tone, "Learning", f"Validation on {name} reaches {bits:.2f} bits per "
+                             f"byte{many}{side}."))
+    return found
+
+
+def unigram_entropy(run: Run) -> float | None:
+    """Bits per byte of the byte frequencies alone, from the metrics or the data's record."""
+    return finite(run.summary.get("data/unigram_entropy", run.data.get("unigram_entropy")))
+
+
+def _states(records: Records) -> Finding:
+    counts = Counter(run.status for run in records.runs)
+    parts = [f"{count} {status}" for status, count in sorted(counts.items()) if status != "ok"]
+    if records.unreadable:
+        parts.append(f"{len(records.unreadable)} unreadable")
+    total = len(records.runs) + len(records.unreadable)
+    text = f"{counts['ok']} of {total} run{'s' * (total != 1)} finished"
+    if parts:
+        text += f"; {', '.join(parts)} (left out of all figures above, listed below)"
+    return Finding("bad" if parts else "plain", "Runs", f"{text}.")
+
+
+def _where(point: Point) -> str:
+    variant = ", ".join(filter(None, (point.tiles, point.workload)))
+    return f" ({variant})" if variant else ""
+
+
+def _sole_device(runs: Sequence[Run]) -> str:
+    devices = {run.device for run in runs}
+    return f", on {devices.pop()}" if len(devices) == 1 else ""
