@@ -120,11 +120,16 @@ def spans(call: AttentionCall, q: Tensor, k: Tensor) -> list[Span]:
     q_rows, kv_rows = max(q.shape[1], 1), max(k.shape[1], 1)
     return [
         Span(
-            n, sequence_id, *divmod(q_start, q_rows), *divmod(kv_start, kv_rows), kv_len,
+            n, sequence_id, *_place(q_start, q_len, q_rows), *_place(kv_start, kv_len, kv_rows), kv_len,
             sequence_limits(q_len, kv_len, call.align, limits),
         )  # fmt: skip
         for n, (sequence_id, q_start, q_len, kv_start, kv_len, limits) in enumerate(columns)
     ]
+
+
+def _place(start: int, length: int, rows: int) -> tuple[int, int]:
+    """Batch row and row within it; an empty sequence may start past the last row, and lies anywhere."""
+    return divmod(start, rows) if length else (0, 0)
 
 
 def sequence_limits(q_len: int, kv_len: int, align: int, row: list[int]) -> Limits:
