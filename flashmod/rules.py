@@ -64,8 +64,9 @@ def split_tiles(start, end, full_start, full_end, block):
 
     Returns ``(start, full_start, full_end, end)``, ascending, each a multiple of ``block``.
     """
-    start = start // block * block
-    end = maximum(start, (end + block - 1) // block * block)
+    first = start // block * block
+    end = where(start < end, (end + block - 1) // block * block, first)
+    start = first
     full_start = minimum(maximum(start, (full_start + block - 1) // block * block), end)
     full_end = minimum(maximum(full_start, full_end // block * block), end)
     return start, full_start, full_end, end

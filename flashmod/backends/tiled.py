@@ -164,6 +164,8 @@ class _Sequence:
         """Key tiles that some row sees, cut at multiples of ``block_n`` and at the visible range."""
         last, block = m.first + m.size - 1, self.tiles.block_n
         start, end = on_ints.key_range(m.first, last, self.span.limits)
+        if start == end:
+            return
         full = on_ints.full_key_range(m.first, last, self.span.limits)
         everywhere = self.predicate is not None or self.key_mask is not None
         for first in range(start // block * block, end, block):
