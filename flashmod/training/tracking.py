@@ -1,0 +1,112 @@
+"""Where metrics go: a CSV file always, W&B when it can start. Neither may stop a training."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+import time
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+logger = logging.getLogger(__name__)
+
+METRICS = (
+    "train/loss",
+    "train/bits_per_byte",
+    "val/bits_per_byte",
+    "memory/attention_peak_mib",
+    "memory/dense_attention_peak_mib",
+    "memory/step_peak_mib",
+    "memory/dense_step_peak_mib",
+    "grad_error/out",
+    "grad_error/dq",
+    "grad_error/dk",
+    "grad_error/dv",
+    "grad_error/coverage",
+    "throughput/tokens_per_s",
+    "throughput/padding_saved",
+)
+STEP = "trainer/global_step"
+
+
+class MetricsCsv(Logger):
+    """A Lightning logger that appends one row of ``metrics.csv`` a call and flushes it.
+
+    A row is on disk before the next step, so a killed process loses nothing that was logged.
+    Columns are ``step``, ``time`` (seconds since the start) and the known metrics; a metric of
+    another name adds a column. When the disk is full it warns once and stops writing: the file
+    then ends with the last whole row.
+
+    Args:
+        path: the file; an existing one is replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.columns = ["step", "time", *METRICS]
+        self._began = time.monotonic()
+        self._broken = False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._rewrite([])
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: ``result.json`` holds the configuration."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        row = {key: float(value) for key, value in metrics.items() if key != "epoch"}
+        new = [key for key in row if key not in self.columns]
+        if new and not self._broken:
+            rows = list(csv.DictReader(StringIO(self.path.read_text(encoding="utf-8"))))
+            self.columns += new
+            self._rewrite(rows)
+        elapsed = round(time.monotonic() - self._began, 3)
+        self._append({"step": "" if step is None else step, "time": elapsed, **row})
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        text = StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        temporary = self.path.with_name(f".{self.path.name}.new")
+        self._write(temporary, text.getvalue(), append=False)
+        if not self._broken:
+            os.replace(temporary, self.path)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        text = StringIO()
+        csv.DictWriter(text, self.columns, lineterminator="\n").writerow(row)
+        self._write(self.path, text.getvalue(), append=True)
+
+    def _write(self, path: Path, text: str, *, append: bool) -> None:
+        if self._broken:
+            return
+        before = path.stat().st_size if append else 0
+        try:
+            with path.open("ab" if append else "wb", buffering=0) as file:
+                data = text.encode()
+                if file.write(data) != len(data):
+                    raise OSError(28, "No space left on device")
+        except OSError as error:
+            self._broken = True
+            logger.warning("cannot write %s any more: %s", self.path, error.strerror)
+            try:
+                os.truncate(path, before)
+            except OSError:
+                logger.debug("cannot cut %s back to its last whole row", path)
