@@ -1,4 +1,4 @@
-"""The custom ops of attention (fakes, FLOP counts, the seed) and the autograd Function around them.
+"""The custom ops of attention (fakes, the seed) and the autograd Function around them.
 
 ``flashmod::attention_forward`` and ``flashmod::attention_backward`` are opaque to the compiler, so a
 model with them compiles without a graph break whatever backend runs. The Function, rather than
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from .contents import check_contents
 from .dispatch import choose_backend
-from .spec import AttentionCall, check_contents
+from .flops import register_flops
+from .spec import AttentionCall
 
 _CALL_SCHEMA = (
     "Tensor q_starts, Tensor q_lengths, Tensor kv_starts, Tensor kv_lengths, Tensor sequence_ids, Tensor limits, "
@@ -65,7 +66,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of one call, contiguous, in the dtypes of q, k, v."""
     request = AttentionCall(*call)
-    return choose_backend(q, k, v, request).backward(grad_out, grad_lse, q, k, v, out, stats, request)
+    return choose_backend(q, k, v, request).backward(
+        grad_out, grad_lse, q, k, v, out, stats, request
+    )
 
 
 @attention_backward.register_fake
@@ -94,7 +97,14 @@ def _(device: torch.device) -> Tensor:
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, call: Any
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        stats: Tensor,
+        call: Any,
     ) -> Any:
         return torch.ops.flashmod.attention_backward(grad_out, grad_lse, q, k, v, out, stats, *call)
 
@@ -149,21 +159,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor
     return out, lse
 
 
-def _pairs(q: Tensor, k: Tensor, q_lengths: Tensor, kv_lengths: Tensor) -> int:
-    """Query-key pairs of one head, masks not counted (as torch's own formulas do)."""
-    if isinstance(q_lengths, Tensor) and not isinstance(q_lengths, torch._subclasses.FakeTensor):
-        return int((q_lengths.long() * kv_lengths.long()).sum())
-    return int(q.shape[0] * q.shape[1] * k.shape[1])
-
-
-@register_flop_formula(torch.ops.flashmod.attention_forward, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, **kwargs: Any) -> int:
-    pairs = _pairs(q, k, call[1], call[3])
-    return 2 * pairs * q.shape[2] * (q.shape[3] + v.shape[3])
-
-
-@register_flop_formula(torch.ops.flashmod.attention_backward, get_raw=True)
-def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    _, _, q, k, v, _, _, *call = args
-    pairs = _pairs(q, k, call[1], call[3])
-    return 2 * pairs * q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
+register_flops()
