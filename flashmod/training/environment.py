@@ -96,14 +96,14 @@ def unused_nvidia_gpu() -> str | None:
         reason = f"torch {torch.__version__} is a build without CUDA"
         fix = (
             "install a CUDA build of torch, e.g. make train "
-            'PIP_ARGS="--index-url <the package index of that build>"'
+            'PIP_ARGS="--extra-index-url <the package index of that build>"'
         )
     else:
         reason = _cuda_error()
         fix = (
             f"install a driver that supports CUDA {torch.version.cuda}, or a build of torch that "
-            'fits the driver, e.g. make train PIP_ARGS="--index-url <the package index of that '
-            'build>"'
+            'fits the driver, e.g. make train PIP_ARGS="--extra-index-url <the package index of '
+            'that build>"'
         )
     return f"This machine has an NVIDIA device that torch cannot use: {reason}. To use it, {fix}."
 
