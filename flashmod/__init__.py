@@ -7,4 +7,12 @@ from .masks import Mask, mask_fn
 from .spec import TileConfig
 
 __version__ = "0.1.0"
-__all__ = ["FlashMultiheadAttention", "Mask", "TileConfig", "UnsupportedAttention", "explain", "flash_attention", "mask_fn"]
+__all__ = [
+    "FlashMultiheadAttention",
+    "Mask",
+    "TileConfig",
+    "UnsupportedAttention",
+    "explain",
+    "flash_attention",
+    "mask_fn",
+]

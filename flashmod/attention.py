@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .functional import flash_attention, prepare
+from .layouts import Layout, Tokens
 from .masks import Mask
 from .ops import draw_seed
 from .reference import call_weights
@@ -56,31 +57,40 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         tiles: TileConfig | None = None,
     ) -> None:
         if add_bias_kv or add_zero_attn:
-            raise NotImplementedError("add_bias_kv and add_zero_attn are not supported yet: leave them False")
+            raise NotImplementedError(
+                "add_bias_kv and add_zero_attn are not supported yet: leave them False"
+            )
         super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        )
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
+            batch_first, device, dtype,
+        )  # fmt: skip
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.mask, self.backend, self.tiles = mask, backend, tiles
         if self.num_kv_heads != num_heads:
             self._shrink_kv(device, dtype)
         if mask is not None or self.num_kv_heads != num_heads:
-            # torch's encoder layers skip an attention module in eval mode unless it has a hook; their
-            # fused path knows neither this mask nor grouped heads.
+            # torch's encoder layers skip an attention module in eval mode unless it has a hook;
+            # their fused path knows neither this mask nor grouped heads.
             self.register_forward_pre_hook(_always_call)
 
     def _shrink_kv(self, device: Any, dtype: torch.dtype | None) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
+            raise ValueError(
+                f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}"
+            )
         if not self._qkv_same_embed_dim:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} needs kdim and vdim equal to embed_dim")
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} needs kdim and vdim equal to embed_dim"
+            )
         rows = self.embed_dim + 2 * self.num_kv_heads * self.head_dim
-        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
+        self.in_proj_weight = nn.Parameter(
+            torch.empty(rows, self.embed_dim, device=device, dtype=dtype)
+        )
         nn.init.xavier_uniform_(self.in_proj_weight)
         if self.in_proj_bias is not None:
             self.in_proj_bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor | None = None,
@@ -115,26 +125,17 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             NotImplementedError: what is not supported yet.
             ValueError, AssertionError: shapes that do not fit.
         """
-        key, value = query if key is None else key, (query if key is None else key) if value is None else value
-        packed = cu_seqlens is not None
-        need_weights = not packed if need_weights is None else need_weights
-        self._check(query, key_padding_mask, attn_mask, is_causal, need_weights, cu_seqlens, lengths)
-        if packed or query.dim() == 2:
-            if packed and (key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]):
-                raise ValueError(f"cu_seqlens packs self-attention: query has {query.shape[0]} rows, key {key.shape[0]}")
-        else:
-            F._mha_shape_check(query, key, value, key_padding_mask, None, self.num_heads)
-        to_rows = _Layout(packed, query.dim() == 3, self.batch_first)
-        inputs = to_rows.enter_all(query, key, value)
-        valid = _valid_rows(inputs[0], cu_seqlens, lengths)
-        if valid is not None:  # what lies in slack rows must not reach the weight gradients
-            same = inputs[0] is inputs[1] is inputs[2]
-            first = torch.where(valid, inputs[0], 0.0)
-            inputs = (first,) * 3 if same else (first, *(torch.where(valid, x, 0.0) for x in inputs[1:]))
-        q, k, v = self.project(*inputs)
+        key = query if key is None else key
+        value = key if value is None else value
+        tokens = Tokens(key_padding_mask, cu_seqlens, lengths)
+        need_weights = not tokens.packed if need_weights is None else need_weights
+        tokens.check(query, key, value, self.num_heads)
+        self._check_masks(tokens, attn_mask, is_causal, need_weights)
+        layout = Layout(tokens.packed, query.dim() == 3, self.batch_first)
+        q, k, v = self.project(*tokens.without_slack(*layout.enter_all(query, key, value)))
         arguments: dict[str, Any] = {
             "mask": self._mask(is_causal, q.shape[-3], k.shape[-3]),
-            "attn_mask": _visible_keys(key_padding_mask, query, k),
+            "attn_mask": tokens.visible_keys(query.dtype),
             "cu_seqlens_q": cu_seqlens,
             "lengths_q": lengths,
             "lengths_k": lengths,
@@ -142,11 +143,9 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         }
         if need_weights and arguments["dropout_p"]:
             arguments["dropout_seed"] = draw_seed(q.device)
-        out = self.merge(self.attend(q, k, v, **arguments))
-        if valid is not None:
-            out = torch.where(valid, out, 0.0)
+        (out,) = tokens.without_slack(self.merge(self.attend(q, k, v, **arguments)))
         weights = self._weights(q, k, v, arguments, average_attn_weights) if need_weights else None
-        return to_rows.leave(out), to_rows.leave_weights(weights)
+        return layout.leave(out), layout.leave_weights(weights)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., E) -> q (..., H, D), k and v (..., H_kv, D)."""
@@ -159,7 +158,9 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             if self._qkv_same_embed_dim:
                 weights = self.in_proj_weight.split(sizes)
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
-            parts = tuple(F.linear(*args) for args in zip((query, key, value), weights, biases, strict=True))
+            parts = tuple(
+                F.linear(*args) for args in zip((query, key, value), weights, biases, strict=True)
+            )
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
         return q, k, v
 
@@ -171,23 +172,19 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         """(..., H, D) -> (..., E) through the output projection."""
         return F.linear(x.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
-    def _check(
-        self, query: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: bool, weights: bool, cu: Any, lengths: Any
+    def _check_masks(
+        self, tokens: Tokens, attn_mask: Tensor | None, is_causal: bool, need_weights: bool
     ) -> None:
-        if query.is_nested:
-            raise NotImplementedError(
-                "NestedTensor input is not supported yet: build nn.TransformerEncoder with enable_nested_tensor=False"
-            )
-        if sum(x is not None for x in (key_padding_mask, cu, lengths)) > 1:
-            raise ValueError("give one of key_padding_mask, cu_seqlens and lengths: each says where the tokens are")
-        if weights and cu is not None:
+        if need_weights and tokens.packed:
             raise ValueError("packed input has no rectangular weights: pass need_weights=False")
-        if is_causal and attn_mask is None and key_padding_mask is None and cu is None and lengths is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        if attn_mask is not None and (weights or key_padding_mask is not None or not is_causal):
+        if attn_mask is None:
+            if is_causal and tokens.rectangular:
+                raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        elif need_weights or not is_causal or not tokens.rectangular:
             raise NotImplementedError(
                 f"attn_mask of shape {tuple(attn_mask.shape)} is not supported yet: say it with "
-                "FlashMultiheadAttention(..., mask=Mask(...)), or pass is_causal=True and need_weights=False"
+                "FlashMultiheadAttention(..., mask=Mask(...)), or pass is_causal=True and "
+                "need_weights=False without padding"
             )
 
     def _mask(self, is_causal: bool, q_len: int, kv_len: int) -> Mask | None:
@@ -197,67 +194,22 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             return Mask(causal=True, align="top_left")
         if q_len != kv_len and self.mask.align != "top_left":
             raise ValueError(
-                f"is_causal is top-left, the module's mask is bottom-right, and {q_len} queries meet {kv_len} keys: "
-                "build the module with mask=Mask(causal=True, ...) instead"
+                f"is_causal is top-left, the module's mask is bottom-right, and {q_len} queries "
+                f"meet {kv_len} keys: build the module with mask=Mask(causal=True, ...) instead"
             )
         return dataclasses.replace(self.mask, causal=True)
 
-    def _weights(self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], average: bool) -> Tensor:
-        _warn_once("need_weights=True returns weights that are quadratic in memory; pass need_weights=False")
+    def _weights(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], average: bool
+    ) -> Tensor:
+        _warn_once("need_weights=True returns a quadratic matrix; pass need_weights=False")
         ready = prepare(q, k, v, **arguments)
         weights = call_weights(ready.q, ready.k, ready.call)
         return weights.mean(1) if average else weights
 
 
-class _Layout:
-    """torch's input layouts as rows: (N, L, E), or (T, E) when packed."""
-
-    def __init__(self, packed: bool, batched: bool, batch_first: bool) -> None:
-        self.packed, self.batched = packed, batched
-        self.swap = batched and not batch_first
-
-    def enter_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        done: dict[int, Tensor] = {}  # the same object stays the same object: one projection serves all
-        for x in tensors:
-            if id(x) not in done:
-                done[id(x)] = x if self.packed else x.transpose(0, 1) if self.swap else x if self.batched else x[None]
-        return tuple(done[id(x)] for x in tensors)
-
-    def leave(self, x: Tensor) -> Tensor:
-        return x if self.packed else x.transpose(0, 1).contiguous() if self.swap else x if self.batched else x[0]
-
-    def leave_weights(self, weights: Tensor | None) -> Tensor | None:
-        return weights if weights is None or self.batched else weights[0]
-
-
 def _always_call(module: nn.Module, inputs: Any) -> None:
     """A hook that does nothing: torch's encoder layers call a module that has one."""
-
-
-def _valid_rows(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None) -> Tensor | None:
-    """(..., L, 1) bool: rows that belong to a sequence; None when all do."""
-    rows = torch.arange(x.shape[-2], device=x.device)
-    if cu_seqlens is not None:
-        return (rows < cu_seqlens[-1:])[:, None]
-    if lengths is not None:
-        return (rows < lengths.to(x.device)[:, None])[..., None]
-    return None
-
-
-def _visible_keys(key_padding_mask: Tensor | None, query: Tensor, k: Tensor) -> Tensor | None:
-    """torch's key_padding_mask (True or -inf = hidden) as ours: (N, 1, 1, S), True = visible."""
-    if key_padding_mask is None:
-        return None
-    mask = F._canonical_mask(key_padding_mask, "key_padding_mask", None, "", query.dtype)
-    if mask.shape[-1] != k.shape[-3]:
-        raise AssertionError(f"Expected key_padded_mask.shape[1] to be {k.shape[-3]}, but got {mask.shape[-1]}")
-    visible = mask == 0
-    binary = (visible | (mask == float("-inf"))).all()
-    if mask.device.type != "cpu":
-        torch._assert_async(binary, "key_padding_mask must hold 0 and -inf only")
-    elif not torch.compiler.is_compiling() and not binary:
-        raise NotImplementedError("a key_padding_mask with other values than 0 and -inf is not supported yet")
-    return visible.reshape(-1, 1, 1, mask.shape[-1])
 
 
 def _warn_once(message: str) -> None:

@@ -15,10 +15,14 @@ NAMES = ("triton", "tiled")  # in order of preference
 class Backend(Protocol):
     """What a backend module offers. Shapes as in :mod:`flashmod.ops`."""
 
-    def unsupported_reasons(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> list[str]:
+    def unsupported_reasons(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    ) -> list[str]:
         """Why this backend cannot run the call; empty when it can."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """out (B, S, H, D_v), lse (B, H, S), and what its backward needs (2, B, H, S)."""
 
     def backward(
@@ -47,11 +51,13 @@ def load(name: str) -> Backend:
 
 
 def refusals(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> dict[str, list[str]]:
-    """For every backend the call may use, in order of preference, why it refuses (empty: it takes it)."""
+    """Why each backend refuses the call, in order of preference; empty where it takes it."""
     answers: dict[str, list[str]] = {}
     for name in [call.backend] if call.backend else NAMES:
         if not call.backend and name == "triton" and q.device.type == "cpu":
-            answers[name] = ["a CPU tensor takes the torch tiles unless backend='triton' asks for the interpreter"]
+            answers[name] = [
+                "a CPU tensor takes the torch tiles unless backend='triton' is asked for"
+            ]
             continue
         try:
             answers[name] = load(name).unsupported_reasons(q, k, v, call)

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from .grammar import grammar_offences
 from .spec import HOST_NAMES, UNBOUNDED, bind
 
 F = TypeVar("F", bound=Callable[..., Any])
 PerSequence = int | Tensor | Sequence[int | None] | None
 
 _registry: dict[str, Callable[..., Any]] = {}
-_FREE_NAMES = ("maximum", "minimum", "where")
-_REMEDY = {
-    ast.BoolOp: "write & or | between parenthesised comparisons",
-    ast.Not: "write ~(...)",
-    ast.IfExp: "write where(condition, a, b)",
-    ast.If: "write where(condition, a, b)",
-    ast.Lambda: "write a def",
-    ast.Call: "only maximum, minimum and where may be called",
-    ast.Attribute: "use operators on the arguments only",
-    ast.Subscript: "hand numbers in through fn_args",
-}
-_ALLOWED = (
-    ast.BinOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.Tuple, ast.Assign, ast.AugAssign, ast.Return,
-    ast.operator, ast.unaryop, ast.cmpop, ast.expr_context, ast.Expr, ast.arguments, ast.arg,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,17 +27,18 @@ class Mask:
 
     Args:
         causal: hide keys after the diagonal. A bool, or one per sequence (N,).
-        window: ``(left, right)`` keys visible on either side of the diagonal, which itself is always
-            inside; None is unbounded. ``(1, 0)`` sees two keys. Each side may be one value per sequence.
-        prefix_len: the first keys, which every query sees although they may lie in its future. An int,
-            or one per sequence.
+        window: ``(left, right)`` keys visible on either side of the diagonal, which itself is
+            always inside; None is unbounded. ``(1, 0)`` sees two keys. Each side may be one value
+            per sequence.
+        prefix_len: the first keys, which every query sees although they may lie in its future. An
+            int, or one per sequence.
         align: ``"bottom_right"`` puts the last query on the last key (decoding, flash-attention);
             ``"top_left"`` puts query 0 on key 0 (torch's ``is_causal``).
         fn: ``fn(batch, head, q_idx, kv_idx, *fn_args) -> bool``, True = visible, FlexAttention's
             ``mask_mod`` order. Made of operators and ``maximum, minimum, where`` only.
         fn_args: numbers handed to ``fn``.
     Raises:
-        ValueError: a negative side or prefix, an unknown alignment, or a function outside the grammar.
+        ValueError: a negative side or prefix, an unknown alignment, a function outside the grammar.
     """
 
     causal: bool | Tensor | Sequence[bool] = False
@@ -69,10 +53,16 @@ class Mask:
             raise ValueError(f"align must be 'bottom_right' or 'top_left', got {self.align!r}")
         if not isinstance(self.window, tuple | list) or len(self.window) != 2:
             raise ValueError(f"window must be a pair (left, right), got {self.window!r}")
-        sides = {"window left": self.window[0], "window right": self.window[1], "prefix_len": self.prefix_len}
+        sides = {
+            "window left": self.window[0],
+            "window right": self.window[1],
+            "prefix_len": self.prefix_len,
+        }
         for name, value in sides.items():
             if isinstance(value, int) and value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}; None leaves a window side unbounded")
+                raise ValueError(
+                    f"{name} must be 0 or more, got {value}; None leaves a window side unbounded"
+                )
         if self.fn is not None:
             mask_fn(self.fn)
         elif self.fn_args:
@@ -83,7 +73,7 @@ class Mask:
         return "" if self.fn is None else _key(self.fn)
 
     def limits(self, num_sequences: int, device: torch.device) -> Tensor:
-        """(N, 5) int32: window_left, window_right, prefix_len, first_key, end_key of every sequence."""
+        """(N, 5) int32: window_left, window_right, prefix_len, first_key, end_key per sequence."""
         table = torch.empty(num_sequences, 5, dtype=torch.int32, device=device)
         table[:, 0] = _column("window left", self.window[0], num_sequences, device)
         right = _column("window right", self.window[1], num_sequences, device)
@@ -109,8 +99,8 @@ def _column(name: str, value: Any, num_sequences: int, device: torch.device) -> 
         value = torch.tensor([UNBOUNDED if v is None else int(v) for v in value], dtype=torch.int32)
     if value.shape != (num_sequences,):
         raise ValueError(
-            f"mask {name} has shape {tuple(value.shape)}, but the call has {num_sequences} sequences: "
-            f"give one value, or {num_sequences}"
+            f"mask {name} has shape {tuple(value.shape)}, but the call has {num_sequences} "
+            f"sequences: give one value, or {num_sequences}"
         )
     return value.to(device=device, dtype=torch.int32).clamp(max=UNBOUNDED)
 
@@ -125,7 +115,9 @@ def mask_fn(fn: F) -> F:
         return fn
     problems = list(grammar_offences(fn))
     if problems:
-        raise ValueError(f"mask function {fn.__name__!r} cannot run inside kernels: " + "; ".join(problems))
+        raise ValueError(
+            f"mask function {fn.__name__!r} cannot run inside kernels: " + "; ".join(problems)
+        )
     key, copies = f"{fn.__module__}:{fn.__qualname__}", 1
     while key in _registry:  # another function of that name, e.g. an edited notebook cell
         copies += 1
@@ -142,7 +134,9 @@ def _key(fn: Callable[..., Any]) -> str:
 def registered_mask_fn(key: str) -> Callable[..., Any]:
     """The Python function registered under ``key``."""
     if key not in _registry:
-        raise ValueError(f"no mask function {key!r} is registered in this process; import its module first")
+        raise ValueError(
+            f"no mask function {key!r} is registered in this process; import its module first"
+        )
     return _registry[key]
 
 
@@ -150,52 +144,3 @@ def mask_fn_on_tensors(key: str) -> Callable[..., Any]:
     """The function bound to torch, for the reference and the torch tiles."""
     fn = registered_mask_fn(key)
     return getattr(bind(HOST_NAMES, functions={fn.__name__: fn}), fn.__name__)
-
-
-def grammar_offences(fn: Callable[..., Any], *, calls: Sequence[str] = (), structs: bool = False) -> Iterator[str]:
-    """What keeps ``fn`` from being a leaf function: made of operators, usable by every backend.
-
-    Args:
-        calls: further functions that may be called.
-        structs: allow fields and items of the arguments (the library's own rules use them).
-    """
-    if getattr(fn, "__name__", "") == "<lambda>":
-        yield "it is a lambda: write a def"
-        return
-    if getattr(fn, "__closure__", None):
-        yield f"it closes over {', '.join(fn.__code__.co_freevars)}: hand numbers in through fn_args"
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
-    except (OSError, TypeError):
-        yield "its source cannot be read: define it in a file or a notebook cell"
-        return
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef):
-        yield f"it is a {type(definition).__name__}, not a def"
-        return
-    known = {a.arg for a in definition.args.args} | ({definition.args.vararg.arg} if definition.args.vararg else set())
-    known |= {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    callable_names = {*_FREE_NAMES, *calls}
-    for statement in definition.body:
-        yield from _node_offences(statement, known, callable_names, structs)
-
-
-def _node_offences(node: ast.AST, known: set[str], callable_names: set[str], structs: bool) -> Iterator[str]:
-    line = f"line {getattr(node, 'lineno', '?')}"
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in callable_names:
-        for argument in node.args:
-            yield from _node_offences(argument, known, callable_names, structs)
-        return
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in known:
-        yield f"{line}: {node.id!r} comes from outside: hand numbers in through fn_args"
-        return
-    if isinstance(node, ast.Compare) and len(node.ops) > 1:
-        yield f"{line}: chained comparison: write (a < b) & (b < c)"
-    if isinstance(node, ast.Compare) and any(isinstance(op, ast.In | ast.NotIn | ast.Is | ast.IsNot) for op in node.ops):
-        yield f"{line}: 'in' and 'is' do not work on tensors: compare with =="
-    if isinstance(node, ast.Not) or not (isinstance(node, _ALLOWED) or (structs and isinstance(node, ast.Attribute | ast.Subscript))):
-        remedy = next((text for kind, text in _REMEDY.items() if isinstance(node, kind)), "use operators only")
-        yield f"{line}: {type(node).__name__}: {remedy}"
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _node_offences(child, known, callable_names, structs)

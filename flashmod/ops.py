@@ -1,7 +1,7 @@
 """The custom ops of attention (fakes, the seed) and the autograd Function around them.
 
-``flashmod::attention_forward`` and ``flashmod::attention_backward`` are opaque to the compiler, so a
-model with them compiles without a graph break whatever backend runs. The Function, rather than
+``flashmod::attention_forward`` and ``flashmod::attention_backward`` are opaque to the compiler, so
+a model with them compiles without a graph break whatever backend runs. The Function, rather than
 ``register_autograd``, is what makes ``torch.func.grad`` work and forward-mode AD raise instead of
 returning a silent zero.
 """
@@ -19,8 +19,9 @@ from .flops import register_flops
 from .spec import AttentionCall
 
 _CALL_SCHEMA = (
-    "Tensor q_starts, Tensor q_lengths, Tensor kv_starts, Tensor kv_lengths, Tensor sequence_ids, Tensor limits, "
-    "Tensor? key_mask, Tensor? dropout_seed, int dropout_threshold, int align, str mask_fn, Scalar[] mask_args, "
+    "Tensor q_starts, Tensor q_lengths, Tensor kv_starts, Tensor kv_lengths, Tensor sequence_ids, "
+    "Tensor limits, Tensor? key_mask, Tensor? dropout_seed, int dropout_threshold, int align, "
+    "str mask_fn, Scalar[] mask_args, "
     "float scale, str backend, int[] tiles"
 )
 
@@ -50,8 +51,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tens
     "flashmod::attention_backward",
     mutates_args=(),
     schema=(
-        "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats, "
-        f"{_CALL_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+        "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+        f"Tensor stats, {_CALL_SCHEMA}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def attention_backward(
@@ -85,7 +86,7 @@ def _(
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 def draw_seed(device: torch.device) -> Tensor:
-    """A fresh 0-d int64 dropout seed from torch's generator: repeatable under ``torch.manual_seed``."""
+    """A fresh 0-d int64 dropout seed, repeatable under ``torch.manual_seed``."""
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
@@ -115,8 +116,8 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "flash attention has no double backward: it keeps no attention matrix to differentiate twice; "
-            "use flashmod.reference.dense_attention where second derivatives are needed"
+            "flash attention has no double backward: it keeps no attention matrix to differentiate "
+            "twice; use flashmod.reference.dense_attention where second derivatives are needed"
         )
 
 

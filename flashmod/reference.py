@@ -41,7 +41,8 @@ def attend_rows(
     """Attention of some query rows of one sequence to all its keys.
 
     Args:
-        q: (R, H, D), the rows at positions ``q_idx`` (R,). k: (S_kv, H_kv, D). v: (S_kv, H_kv, D_v).
+        q: (R, H, D), the rows at positions ``q_idx`` (R,).
+        k, v: (S_kv, H_kv, D) and (S_kv, H_kv, D_v).
     Returns:
         out (R, H, D_v) in q's dtype, and lse (H, R).
     """
@@ -53,7 +54,7 @@ def attend_rows(
 def row_weights(
     q: Tensor, k: Tensor, call: AttentionCall, span: Span, q_idx: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax weights (H, R, S_kv) after dropout, lse (H, R), and which pairs are visible (H, R, S_kv)."""
+    """Weights (H, R, S_kv) after dropout, lse (H, R), and which pairs are visible (H, R, S_kv)."""
     heads, kv_len = q.shape[1], k.shape[0]
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     seen = visible(call, span, heads, q_idx, kv_len)
@@ -118,7 +119,7 @@ def _select_seen(x: Tensor, seen: Tensor) -> Tensor:
 
 
 def call_weights(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
-    """(B, H, S, S_kv) softmax weights after dropout of a call whose sequences are its batch rows."""
+    """(B, H, S, S_kv) weights after dropout of a call whose sequences are its batch rows."""
     rows = []
     for span in spans(call, q, k):
         q_idx = torch.arange(span.limits.q_len, device=q.device)

@@ -10,12 +10,12 @@ a query's key interval grow with the query, which is what makes the tile ranges 
 
 
 def diagonal_shift(q_len, kv_len, align):
-    """Key position facing query 0: ``align`` 1 puts the last query on the last key, 0 is top-left."""
+    """Key position facing query 0: ``align`` 1 is bottom-right, 0 is top-left."""
     return align * (kv_len - q_len)
 
 
 def key_interval(q_idx, limits):
-    """Half-open interval ``[lo, hi)`` of the keys that query ``q_idx`` may see; empty past ``q_len``."""
+    """Keys ``[lo, hi)`` that query ``q_idx`` may see; none past ``q_len``."""
     diagonal = q_idx + limits.shift
     lo = maximum(limits.first_key, diagonal - limits.window_left)
     hi = minimum(limits.end_key, maximum(limits.prefix_len, diagonal + limits.window_right + 1))
@@ -51,7 +51,7 @@ def query_range(kv_first, kv_last, limits):
 
 
 def full_query_range(kv_first, kv_last, limits):
-    """Queries that see every key of ``kv_first..kv_last``: the transpose of :func:`full_key_range`."""
+    """Queries that see every key of ``kv_first..kv_last``: :func:`full_key_range` transposed."""
     first = kv_last - limits.shift - limits.window_right
     first = where(kv_last < limits.prefix_len, 0, maximum(0, first))
     end = minimum(limits.q_len, kv_first + 1 - limits.shift + limits.window_left)
@@ -60,7 +60,7 @@ def full_query_range(kv_first, kv_last, limits):
 
 
 def split_tiles(start, end, full_start, full_end, block):
-    """Cut ``[start, end)`` at multiples of ``block``: a masked head, an unmasked middle, a masked tail.
+    """Cut ``[start, end)`` at multiples of ``block``: masked head, unmasked middle, masked tail.
 
     Returns ``(start, full_start, full_end, end)``, ascending, each a multiple of ``block``.
     """
@@ -73,7 +73,7 @@ def split_tiles(start, end, full_start, full_end, block):
 
 
 def mix(x):
-    """Bijective 32-bit mixing on int32 (lowbias32, Wellons 2018); shifts are made logical by masks."""
+    """Bijective 32-bit mixing on int32 (lowbias32, Wellons 2018); masks make shifts logical."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -112,5 +112,5 @@ def dropout_word(row_first, row_second, pair_key):
 
 
 def dropout_bits(word, kv_idx):
-    """The 16 bits of ``word`` that decide over key ``kv_idx``; it is dropped below the threshold."""
+    """The 16 bits of ``word`` that decide over key ``kv_idx``: dropped below the threshold."""
     return (word >> (((kv_idx >> 3) & 1) * 16)) & 0xFFFF

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,8 +46,8 @@ class TileConfig(NamedTuple):
 class AttentionCall(NamedTuple):
     """All of a call but q, k, v, flat so that it is also the argument list of the custom ops.
 
-    Sequence ``n`` holds rows ``starts[n] .. starts[n] + lengths[n]`` of the flattened (B*S) row axis
-    and never crosses a batch row: dense, padded and packed (B = 1) input are one layout.
+    Sequence ``n`` holds rows ``starts[n] .. starts[n] + lengths[n]`` of the flattened (B*S) row
+    axis and never crosses a batch row: dense, padded and packed (B = 1) input are one layout.
     """
 
     q_starts: Tensor  # (N,) int32
@@ -120,15 +119,19 @@ def spans(call: AttentionCall, q: Tensor, k: Tensor) -> list[Span]:
     q_rows, kv_rows = max(q.shape[1], 1), max(k.shape[1], 1)
     return [
         Span(
-            n, sequence_id, *_place(q_start, q_len, q_rows), *_place(kv_start, kv_len, kv_rows), kv_len,
+            n,
+            sequence_id,
+            *_place(q_start, q_len, q_rows),
+            *_place(kv_start, kv_len, kv_rows),
+            kv_len,
             sequence_limits(q_len, kv_len, call.align, limits),
-        )  # fmt: skip
+        )
         for n, (sequence_id, q_start, q_len, kv_start, kv_len, limits) in enumerate(columns)
     ]
 
 
 def _place(start: int, length: int, rows: int) -> tuple[int, int]:
-    """Batch row and row within it; an empty sequence may start past the last row, and lies anywhere."""
+    """Batch row and row within it; an empty sequence may start past the last row."""
     return divmod(start, rows) if length else (0, 0)
 
 
@@ -191,44 +194,3 @@ HOST_NAMES = {
 }
 on_ints = bind({"maximum": max, "minimum": min, "where": lambda c, a, b: a if c else b})
 on_tensors = bind(HOST_NAMES)
-
-
-def check_contents(call: AttentionCall, q: Tensor, k: Tensor) -> None:
-    """Check what only the values can tell: that sequences lie inside the buffers.
-
-    On a CPU a ValueError names both numbers. On a device ``torch._assert_async`` stops the stream
-    without a synchronisation, unless ``FLASHMOD_VALIDATE=1`` asks for the full message.
-    """
-    sides = (("q", call.q_starts, call.q_lengths, q), ("k", call.kv_starts, call.kv_lengths, k))
-    on_host = q.device.type == "cpu" or os.environ.get("FLASHMOD_VALIDATE") == "1"
-    for name, starts, lengths, x in sides:
-        rows = x.shape[1]
-        end = torch.where(lengths > 0, starts % max(rows, 1) + lengths, 0)
-        good = (lengths >= 0) & (starts >= 0) & (starts <= x.shape[0] * rows) & (end <= rows)
-        good[:1] &= starts[:1] == 0
-        if on_host:
-            _raise_first_bad(name, starts.long(), lengths.long(), good, rows)
-        else:
-            torch._assert_async(good.all(), f"sequences of {name} lie outside its buffer")
-    if on_host and bool((call.limits < 0).any()):
-        raise ValueError(
-            f"mask limits must be 0 or more, got {int(call.limits.min())}; None leaves a window side unbounded"
-        )
-
-
-def _raise_first_bad(name: str, starts: Tensor, lengths: Tensor, good: Tensor, rows: int) -> None:
-    if bool(good.all()):
-        return
-    n = int((~good).nonzero()[0, 0])
-    start, length = int(starts[n]), int(lengths[n])
-    if n == 0 and start != 0:
-        raise ValueError(f"cu_seqlens_{name} must start at 0, got {start}: it holds N + 1 ends, not N lengths")
-    if length < 0:
-        raise ValueError(
-            f"sequence {n} of {name} has length {length}: cu_seqlens_{name} must not decrease and "
-            f"lengths_{name} must be 0 or more"
-        )
-    raise ValueError(
-        f"sequence {n} of {name} ends at row {start + length}, but {name} has {rows} rows: "
-        f"check cu_seqlens_{name} or lengths_{name}"
-    )

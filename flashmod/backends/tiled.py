@@ -63,13 +63,18 @@ def backward(
             if grad_lse is not None:
                 lse_rows = grad_lse[m.stat_rows].to(delta.dtype).view_as(delta)
                 delta = delta - torch.where(m.live, lse_rows, 0.0)
-            dq[m.rows] = sequence.unfold(_tile_gradients(sequence, m, grad, delta, stats, dk_n, dv_n))
-        dk[span.kv_rows], dv[span.kv_rows] = dk_n.transpose(0, 1).to(k.dtype), dv_n.transpose(0, 1).to(v.dtype)
+            dq[m.rows] = sequence.unfold(
+                _tile_gradients(sequence, m, grad, delta, stats, dk_n, dv_n)
+            )
+        dk[span.kv_rows], dv[span.kv_rows] = (
+            dk_n.transpose(0, 1).to(k.dtype),
+            dv_n.transpose(0, 1).to(v.dtype),
+        )
     return dq, dk, dv
 
 
 def _online_softmax(sequence: _Sequence, m: _QueryTile) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised output (H_kv, G, M, D_v), row maximum and row sum (H_kv, G, M) of one query tile."""
+    """Unnormalised output (H_kv, G, M, D_v), row maximum and row sum (H_kv, G, M) of a tile."""
     shape = (sequence.kv_heads, sequence.group, m.size)
     acc = sequence.q.new_zeros(*shape, sequence.v.shape[-1], dtype=sequence.dtype)
     row_max = acc.new_full(shape, float("-inf"))
@@ -88,9 +93,15 @@ def _online_softmax(sequence: _Sequence, m: _QueryTile) -> tuple[Tensor, Tensor,
 
 
 def _tile_gradients(
-    sequence: _Sequence, m: _QueryTile, grad: Tensor, delta: Tensor, stats: Tensor, dk: Tensor, dv: Tensor
+    sequence: _Sequence,
+    m: _QueryTile,
+    grad: Tensor,
+    delta: Tensor,
+    stats: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> Tensor:
-    """dq (H_kv, G, M, D) of one query tile; adds its share to dk and dv (H_kv, S_kv, D) of the sequence."""
+    """dq (H_kv, G, M, D) of one query tile; adds its share to dk and dv (H_kv, S_kv, D)."""
     row_max, row_log = (stats[i][m.stat_rows].view_as(delta) for i in range(2))
     pivot = row_max.masked_fill(row_max == float("-inf"), 0.0)
     dq = sequence.q.new_zeros(*delta.shape, sequence.q.shape[-1], dtype=sequence.dtype)
@@ -101,7 +112,7 @@ def _tile_gradients(
         dropped = sequence.dropped(probs, m, n)
         dv[:, n.keys] += dropped.flatten(1, 2).mT @ grad_rows
         grad_probs = sequence.dropped((grad_rows @ v.mT).view_as(probs), m, n)
-        # Where nothing is visible the weight is an exact 0: select, in case grad_probs is not finite.
+        # A hidden key has weight exactly 0: select, in case grad_probs is not finite.
         ds = torch.where(probs > 0, probs * (grad_probs - delta[..., None]), 0.0)
         dq += sequence.times_keys(ds, k)
         dk[:, n.keys] += ds.flatten(1, 2).mT @ q_rows  # m.q carries the softmax scale
@@ -137,13 +148,19 @@ class _Sequence:
         self.dtype = _accumulate(q)
         self.kv_heads, self.group = k.shape[2], q.shape[2] // max(k.shape[2], 1)
         self.tiles = call.tile_config() or DEFAULT_TILES
-        self.k, self.v = (x[span.kv_rows].transpose(0, 1).to(self.dtype) for x in (k, v))  # (H_kv, S_kv, D)
+        self.k, self.v = (
+            x[span.kv_rows].transpose(0, 1).to(self.dtype) for x in (k, v)
+        )  # (H_kv, S_kv, D)
         self.predicate = mask_fn_on_tensors(call.mask_fn) if call.mask_fn else None
         self.key_mask = None if call.key_mask is None else call.key_mask[span.kv_rows]
-        self.head = torch.arange(q.shape[2], device=q.device, dtype=torch.int32).view(self.kv_heads, self.group, 1, 1)
+        self.head = torch.arange(q.shape[2], device=q.device, dtype=torch.int32).view(
+            self.kv_heads, self.group, 1, 1
+        )
         if call.dropout_seed is not None:
             seed = call.dropout_seed.reshape(1).view(torch.int32).unbind()
-            self.dropout_key = on_tensors.dropout_head_key(*seed, call.sequence_ids[span.n], self.head)
+            self.dropout_key = on_tensors.dropout_head_key(
+                *seed, call.sequence_ids[span.n], self.head
+            )
 
     def query_tiles(self) -> Iterator[_QueryTile]:
         q_len = self.span.limits.q_len
@@ -157,11 +174,18 @@ class _Sequence:
             q = torch.where(live[:, None, None], self.q[rows], 0.0)
             stat_rows = (rows[0], slice(None), rows[1])
             yield _QueryTile(
-                first, size, rows, stat_rows, self.fold(q) * self.call.scale, lo[:, None], hi[:, None], live
+                first,
+                size,
+                rows,
+                stat_rows,
+                self.fold(q) * self.call.scale,
+                lo[:, None],
+                hi[:, None],
+                live,
             )
 
     def key_tiles(self, m: _QueryTile) -> Iterator[_KeyTile]:
-        """Key tiles that some row sees, cut at multiples of ``block_n`` and at the visible range."""
+        """Key tiles that some row sees, cut at multiples of ``block_n`` and the visible range."""
         last, block = m.first + m.size - 1, self.tiles.block_n
         start, end = on_ints.key_range(m.first, last, self.span.limits)
         if start == end:
@@ -174,7 +198,12 @@ class _Sequence:
 
     def fold(self, x: Tensor) -> Tensor:
         """(M, H, D) -> (H_kv, G, M, D) in the accumulation dtype."""
-        return x.to(self.dtype).unflatten(1, (self.kv_heads, self.group)).permute(1, 2, 0, 3).contiguous()
+        return (
+            x.to(self.dtype)
+            .unflatten(1, (self.kv_heads, self.group))
+            .permute(1, 2, 0, 3)
+            .contiguous()
+        )
 
     def unfold(self, x: Tensor) -> Tensor:
         """(H_kv, G, M, D) -> (M, H, D) in q's dtype."""
@@ -190,7 +219,9 @@ class _Sequence:
         if not n.masked:
             return (m.q.flatten(1, 2) @ k.mT).unflatten(1, (self.group, -1)), k, v
         seen = self.visible(m, n)
-        if seen.dim() > 2 or self.key_mask is not None:  # a key hidden from all: its memory must not matter
+        if (
+            seen.dim() > 2 or self.key_mask is not None
+        ):  # a key hidden from all: its memory must not matter
             some = seen.any(-2) if seen.dim() == 2 else seen.any(-2).any(-2)
             k, v = (torch.where(some[..., None], x, 0.0) for x in (k, v))
         scores = (m.q.flatten(1, 2) @ k.mT).unflatten(1, (self.group, -1))
@@ -204,7 +235,9 @@ class _Sequence:
             seen = seen & self.key_mask[n.keys]
         if self.predicate is not None:
             q_idx = torch.arange(m.first, m.first + m.size, device=self.q.device)[:, None]
-            seen = seen & self.predicate(self.span.sequence_id, self.head, q_idx, kv_idx, *self.call.mask_args)
+            seen = seen & self.predicate(
+                self.span.sequence_id, self.head, q_idx, kv_idx, *self.call.mask_args
+            )
         return seen
 
     def dropped(self, x: Tensor, m: _QueryTile, n: _KeyTile) -> Tensor:
@@ -215,7 +248,9 @@ class _Sequence:
         row_key = on_tensors.dropout_row_key(self.dropout_key, q_idx)
         first = n.first // 16 * 16  # one hash for the key columns j and j ^ 8
         pairs = torch.arange(first // 2, -(-n.end // 16) * 8, device=x.device, dtype=torch.int32)
-        words = on_tensors.dropout_word(*row_key, on_tensors.dropout_pair_key(pairs)).unflatten(-1, (-1, 8))
+        words = on_tensors.dropout_word(*row_key, on_tensors.dropout_pair_key(pairs)).unflatten(
+            -1, (-1, 8)
+        )
         halves = [on_tensors.dropout_bits(words, kv_idx) for kv_idx in (0, 8)]
         bits = torch.stack(halves, -2).flatten(-3)[..., n.first - first : n.end - first]
         return torch.where(bits >= self.call.dropout_threshold, x * self.call.keep_scale, 0.0)

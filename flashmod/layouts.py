@@ -1,0 +1,119 @@
+"""Where torch's modules put their tokens: input layouts and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Tokens(NamedTuple):
+    """Which rows of a batch are tokens; at most one field is given."""
+
+    key_padding_mask: Tensor | None  # (N, S), True or -inf = hidden key
+    cu_seqlens: Tensor | None  # (N + 1,) int32
+    lengths: Tensor | None  # (N,)
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def rectangular(self) -> bool:
+        """Whether every row of the batch is a token."""
+        return all(field is None for field in self)
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> None:
+        """Refuse what does not fit, with torch's own messages where torch has one."""
+        if query.is_nested:
+            raise NotImplementedError(
+                "NestedTensor input is not supported yet: build nn.TransformerEncoder with "
+                "enable_nested_tensor=False"
+            )
+        if sum(field is not None for field in self) > 1:
+            raise ValueError(
+                "give one of key_padding_mask, cu_seqlens and lengths: each says where tokens are"
+            )
+        if self.packed or self.lengths is not None:
+            name = "cu_seqlens" if self.packed else "lengths"
+            if query.dim() != 3 - self.packed:
+                layout = "packed (T, E)" if self.packed else "batched, 3-D"
+                raise ValueError(f"{name} needs {layout} input, got shape {tuple(query.shape)}")
+            if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
+                raise ValueError(
+                    f"{name} describes self-attention, but query, key and value have shapes "
+                    f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+                )
+        else:
+            shape_check = F._mha_shape_check  # type: ignore[attr-defined]
+            shape_check(query, key, value, self.key_padding_mask, None, num_heads)
+
+    def without_slack(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(..., L, E) with rows that are no token set to 0, in value and gradient.
+
+        What lies there, NaN perhaps, must not reach the weight gradients.
+        """
+        rows = torch.arange(tensors[0].shape[-2], device=tensors[0].device)
+        if self.cu_seqlens is not None:
+            valid = (rows < self.cu_seqlens[-1:])[:, None]
+        elif self.lengths is not None:
+            valid = (rows < self.lengths.to(rows.device)[:, None])[..., None]
+        else:
+            return tensors
+        return _each_once(lambda x: torch.where(valid, x, 0.0), *tensors)
+
+    def visible_keys(self, dtype: torch.dtype) -> Tensor | None:
+        """``key_padding_mask`` as an ``attn_mask``: (N, 1, 1, S), True = visible."""
+        if self.key_padding_mask is None:
+            return None
+        mask = F._canonical_mask(self.key_padding_mask, "key_padding_mask", None, "", dtype)
+        assert mask is not None
+        visible = torch.eq(mask, 0)
+        binary = torch.logical_or(visible, mask == float("-inf")).all()
+        if mask.device.type != "cpu":
+            torch._assert_async(binary, "key_padding_mask must hold 0 and -inf only")
+        elif not torch.compiler.is_compiling() and not binary:
+            raise NotImplementedError(
+                "a key_padding_mask with other values than 0 and -inf is not supported yet"
+            )
+        return visible.reshape(-1, 1, 1, mask.shape[-1])
+
+
+class Layout(NamedTuple):
+    """One of torch's input layouts; the way to rows (N, L, E), or (T, E) packed, and back."""
+
+    packed: bool
+    batched: bool
+    batch_first: bool
+
+    @property
+    def swapped(self) -> bool:
+        return self.batched and not self.batch_first and not self.packed
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self.swapped:
+            return x.transpose(0, 1)
+        return x if self.packed or self.batched else x[None]
+
+    def enter_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _each_once(self.enter, *tensors)
+
+    def leave(self, x: Tensor) -> Tensor:
+        if self.swapped:
+            return x.transpose(0, 1).contiguous()
+        return x if self.packed or self.batched else x[0]
+
+    def leave_weights(self, weights: Tensor | None) -> Tensor | None:
+        return weights if weights is None or self.batched else weights[0]
+
+
+def _each_once(convert: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert each; the same object stays the same object, so that one projection serves all."""
+    done: dict[int, Tensor] = {}
+    for x in tensors:
+        if id(x) not in done:
+            done[id(x)] = convert(x)
+    return tuple(done[id(x)] for x in tensors)
