@@ -42,12 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="flashmod-report", description=DESCRIPTION,
+        prog="flashmod-report",
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("dirs", nargs="+", metavar="DIR", help="a run, a sweep, or a folder above")
-    result.add_argument("-o", "--output", metavar="FILE",
-                        help="the page to write (default: report.html in the first DIR)")
+    result.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the page to write (default: report.html in the first DIR)",
+    )
     result.add_argument("--text", action="store_true", help="print a table instead of a page")
     result.add_argument("--open", action="store_true", help="show the page in a browser")
     result.add_argument("--version", action="version", version=_version())

@@ -32,8 +32,8 @@ def write(
         first = folders[0]
         output = (first if first.is_dir() else first.parent) / "report.html"
     target = Path(output)
-    title = ", ".join(str(folder) for folder in folders)
-    content = page.render(records, title, _made_by())
+    source = ", ".join(str(folder) for folder in folders)
+    content = page.render(records, source, _made_by())
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     partial.write_text(content, encoding="utf-8")

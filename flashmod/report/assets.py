@@ -23,7 +23,7 @@ p { margin: .3rem 0 .8rem; max-width: 48rem; }
 .findings .bad { border-left-color: var(--bad); }
 .findings .missing span { color: var(--soft); }
 .grid { display: grid; gap: 1.5rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
 .grid h3 { margin: .4rem 0; }
 figure { margin: 0; min-width: 0; }
 .chart { width: 100%; min-height: 8rem; position: relative; }
@@ -50,6 +50,9 @@ th[aria-sort=descending] button::after { content: " \\2193"; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th.number { white-space: normal; }
 .sortable td:first-child { min-width: 12rem; max-width: 26rem; overflow-wrap: anywhere; }
+.short { display: block; max-width: 9rem; overflow: hidden; text-overflow: ellipsis;
+  white-space: nowrap; }
+.sortable td:last-child { white-space: nowrap; }
 .over, .error, .badge.failed { color: var(--bad); }
 .error { font-size: .8rem; overflow-wrap: anywhere; }
 .badge.ok { color: var(--good); } .badge.running, .badge.interrupted { color: var(--twin); }
@@ -57,7 +60,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .75rem; color: 
 code { font-size: .85rem; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; font-size: .9rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-.plain { padding-left: 1.2rem; font-size: .9rem; overflow-wrap: anywhere; }
+.list { padding-left: 1.2rem; font-size: .9rem; overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
   .findings li, .bar { grid-template-columns: 1fr; gap: .1rem; }
   dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
@@ -74,7 +77,8 @@ function theme() {
     background: "transparent", font: "system-ui, Segoe UI, Roboto, Liberation Sans, sans-serif",
     axis: { labelColor: soft, titleColor: soft, gridColor: line, domainColor: soft,
             tickColor: soft, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal" },
-    legend: { labelColor: fg, labelFontSize: 12, symbolStrokeWidth: 3, symbolSize: 90 },
+    legend: { labelColor: fg, labelFontSize: 12, symbolStrokeWidth: 3, symbolSize: 90,
+              symbolOpacity: 1 },
     text: { color: fg, fontSize: 12 }, rule: { color: soft }, view: { stroke: null },
   };
 }

@@ -31,21 +31,27 @@ def finding_list(found: Sequence[Finding]) -> str:
 def bars(points: Sequence[Point], unit: str) -> str:
     """One bar per point, predicted ones hollow: for a single length, where lines say nothing."""
     top = max(point.value for point in points) or 1.0
+    if len(points) == 1:
+        return f"<p>{esc(points[0].series)}: <strong>{_amount(points[0], unit)}</strong></p>"
     rows = []
     for point in points:
-        how = " (predicted)" if point.predicted else ""
-        spread = ""
-        if point.runs > 1:
-            spread = f", {quantity(point.low)} to {quantity(point.high)} in {point.runs} runs"
         style = f"width:{max(100 * point.value / top, 0.5):.1f}%"
         hollow = " hollow" if point.predicted else ""
         rows.append(
             f'<div class="bar"><span class="label">{esc(point.series)}</span>'
             f'<span class="track"><i class="{esc(point.kind.replace(" ", "-"))}{hollow}" '
             f'style="{style}"></i></span>'
-            f'<span class="value">{quantity(point.value)} {esc(unit + how + spread)}</span></div>'
+            f'<span class="value">{_amount(point, unit)}</span></div>'
         )
     return "".join(rows)
+
+
+def _amount(point: Point, unit: str) -> str:
+    low, high = quantity(point.low), quantity(point.high)
+    spread = f", {low} to {high}" if low != high else ""
+    repeats = f" ({point.runs} runs{spread})" if point.runs > 1 else ""
+    how = " (predicted)" if point.predicted else ""
+    return esc(f"{quantity(point.value)} {unit}{how}{repeats}")
 
 
 def error_table(rows: Sequence[tuple[str, str, dict[str, float]]]) -> str:
@@ -68,16 +74,28 @@ def error_table(rows: Sequence[tuple[str, str, dict[str, float]]]) -> str:
 
 
 def run_table(records: Records) -> str:
-    """The sortable table of all runs; columns without any value are left out."""
+    """The sortable table of all runs, under a note.
+
+    Columns without any value are left out; a device or commit common to all is in the note.
+    """
+    if not records.runs:
+        return ""
     rows = [(run, _cells(run)) for run in records.runs]
-    keys = [key for key in (rows[0][1] if rows else {}) if any(cells[key][0] for _, cells in rows)]
+    values = {key: {cells[key][0] for _, cells in rows} for key in rows[0][1]}
+    common = [k for k in ("device", "commit") if len(values[k]) == 1 and values[k] != {""}]
+    keys = [key for key, found in values.items() if found != {""} and key not in common]
+    note = "Click a heading to sort. Gradient error: the largest of out, dq, dk, dv."
+    if any("*" in text for text in values["dense MiB"]):
+        note += " *: predicted from the closed form, not measured."
+    for key in common:
+        note += f" {key.capitalize()} of all: {rows[0][1][key][0]}."
     heads = "".join(
         f'<th{_number_class(key)}><button type="button">{esc(HEADINGS.get(key, key))}</button></th>'
         for key in keys
     )
     body = "".join(_run_row(run, cells, keys) for run, cells in rows)
     return (
-        '<div class="scroll"><table class="sortable">'
+        f'<p class="soft">{esc(note)}</p><div class="scroll"><table class="sortable">'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -86,7 +104,7 @@ def unreadable_list(unreadable: Iterable[Unreadable]) -> str:
     items = [f"<li><code>{esc(u.path)}</code>: {esc(u.reason)}</li>" for u in unreadable]
     if not items:
         return ""
-    return f'<h3>Unreadable records</h3><ul class="plain">{"".join(items)}</ul>'
+    return f'<h3>Unreadable records</h3><ul class="list">{"".join(items)}</ul>'
 
 
 def key_values(rows: Iterable[tuple[str, Any]]) -> str:
@@ -108,7 +126,7 @@ def _cells(run: Run) -> dict[str, tuple[str, Any]]:
     step = run.summary.get("memory/step_peak_mib")
     cells["step MiB"] = ("" if step is None else quantity(step), step)
     cells["device"] = (run.device, run.device)
-    cells["commit"] = (run.commit[:10], run.commit)
+    cells["commit"] = (run.commit, run.commit)
     cells["started"] = (run.started[:16].replace("T", " "), run.started)
     return cells
 
@@ -118,6 +136,10 @@ def _run_row(run: Run, cells: dict[str, tuple[str, Any]], keys: Sequence[str]) -
     for key in keys:
         text, value = cells[key]
         inner = esc(text)
+        if key == "name":
+            inner = inner.replace(",", ",<wbr>")
+        if key == "device":
+            inner = f'<span class="short" title="{inner}">{inner}</span>'
         if key == "status":
             inner = f'<span class="badge {_css_word(run.status)}">{inner}</span>'
         if key == "name" and run.error_message:

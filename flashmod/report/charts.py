@@ -2,11 +2,13 @@
 
 import importlib
 import itertools
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from flashmod.report.series import TWIN, Point
+from flashmod.report.text import scientific
 
 Spec = dict[str, Any]
 COLOURS = {"flash": "#2f7ed8", "sdpa": "#1f9d76", "dense": "#e4572e", TWIN: "#f0a35e"}
@@ -38,7 +40,7 @@ def bundle() -> str:
     return str(importlib.import_module("vl_convert").javascript_bundle(vl_version=major_minor))
 
 
-def by_length(points: Sequence[Point], title: str, unit: str, log: bool) -> Spec:
+def by_length(points: Sequence[Point], unit: str, log: bool) -> Spec:
     """One line per series over the length; predicted points hollow, repeats with a range bar.
 
     A logarithmic axis cannot show values that are not positive: those are left out.
@@ -49,7 +51,7 @@ def by_length(points: Sequence[Point], title: str, unit: str, log: bool) -> Spec
     scale = alt.Scale(domain=series, range=_colours(shown))
     pick = alt.selection_point(fields=["series"], bind="legend")
     kind = alt.Scale(type="log", nice=False, padding=12) if log else alt.Scale(zero=True)
-    y = {"scale": kind, "axis": alt.Axis(title=title, format="~s" if not log else "~r")}
+    y = {"scale": kind, "axis": alt.Axis(title=unit, format=",~r", tickCount=7)}
     base = alt.Chart(alt.Data(values=[_row(point, unit) for point in shown])).encode(
         x=length_axis(shown),
         color=alt.Color("series:N", scale=scale, legend=legend(series)),
@@ -58,7 +60,8 @@ def by_length(points: Sequence[Point], title: str, unit: str, log: bool) -> Spec
     )
     dash = alt.Scale(domain=series, range=[_dash(shown, name) for name in series])
     line = base.mark_line(strokeWidth=2).encode(
-        y=alt.Y("y:Q", **y), strokeDash=alt.StrokeDash("series:N", scale=dash, legend=None),
+        y=alt.Y("y:Q", **y),
+        strokeDash=alt.StrokeDash("series:N", scale=dash, legend=None),
         detail="series:N",
     )
     spread = base.mark_rule(strokeWidth=1.5).encode(y=alt.Y("low:Q", **y), y2="high:Q")
@@ -70,50 +73,45 @@ def by_length(points: Sequence[Point], title: str, unit: str, log: bool) -> Spec
     return finish(alt.layer(line, spread, marks), height=320)
 
 
-def errors(rows: list[dict[str, Any]], lengths: Sequence[int], domain: tuple[float, float],
-           target: float | None) -> Spec:
+def errors(points: Sequence[Point], domain: tuple[float, float], target: float | None) -> Spec:
     """Gradient errors of one series: a line each for out, dq, dk, dv, and the target line."""
     alt = altair()
+    rows = [_row(point, "") | {"quantity": point.metric.split("/")[1]} for point in points]
     names = ["out", "dq", "dk", "dv"]
     y = alt.Y(
         "y:Q", scale=alt.Scale(type="log", domain=list(domain), nice=False),
-        axis=alt.Axis(title="largest relative error", format="~e", tickCount=6),
+        axis=alt.Axis(title="largest relative error", format="~e", values=_decades(*domain)),
     )
     colour = alt.Color(
         "quantity:N", legend=legend(names),
         scale=alt.Scale(domain=names, range=["#6c7a89", "#2f7ed8", "#e4572e", "#1f9d76"]),
     )
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("x:Q", scale=log2_scale(), axis=length_ticks(lengths)), y=y, color=colour,
+        x=length_axis(points), y=y, color=colour,
         tooltip=[alt.Tooltip(f"{name}:N") for name in ("quantity", "length", "value", "runs")],
     )
     layers = [base.mark_line(strokeWidth=2), base.mark_point(size=50, filled=True, opacity=1)]
     if target is not None:
-        layers += rule(target, f"target {target:.0e} (fp32)".replace("e-0", "e-"), y)
+        layers += rule(target, f"target {scientific(target)} (fp32)", y)
     return finish(alt.layer(*layers), height=260)
 
 
 def rule(value: float, text: str, y: Any) -> list[Any]:
-    """A dashed horizontal line with its label above it, at the left edge."""
+    """A dashed horizontal line with its label above it, at the right edge."""
     alt = altair()
     base = alt.Chart(alt.Data(values=[{"y": value, "text": text}])).encode(y=y)
-    label = base.mark_text(align="left", dy=-7, dx=4).encode(text="text:N", x=alt.value(0))
+    label = base.mark_text(align="right", dy=-7, dx=-4).encode(text="text:N", x=alt.value("width"))
     return [base.mark_rule(strokeDash=[6, 4]), label]
 
 
 def length_axis(points: Sequence[Point]) -> Any:
+    """Logarithmic, with a tick at every length that was run."""
+    alt = altair()
     lengths = sorted({point.seq_len for point in points})
-    return altair().X("x:Q", scale=log2_scale(), axis=length_ticks(lengths))
-
-
-def length_ticks(lengths: Sequence[int]) -> Any:
-    return altair().Axis(
-        title="sequence length (tokens)", values=list(lengths), format=",d", labelOverlap="greedy"
+    axis = alt.Axis(
+        title="sequence length, tokens", values=lengths, format=",d", labelOverlap="greedy"
     )
-
-
-def log2_scale() -> Any:
-    return altair().Scale(type="log", base=2, nice=False, padding=16)
+    return alt.X("x:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=16), axis=axis)
 
 
 def legend(labels: Sequence[str]) -> Any:
@@ -127,6 +125,12 @@ def finish(chart: Any, height: int) -> Spec:
     spec.pop("$schema", None)
     spec.pop("config", None)
     return spec
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """The powers of ten within a range."""
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    return [float(f"1e{n}") for n in range(first, last + 1)]
 
 
 def _row(point: Point, unit: str) -> dict[str, Any]:

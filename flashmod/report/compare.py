@@ -27,34 +27,52 @@ class Growth(NamedTuple):
 
 
 def longest_pair(
-    found: Sequence[Point], rivals: Sequence[str] = DENSE
+    found: Sequence[Point], rivals: Sequence[str] = DENSE, predicted: bool = False
 ) -> tuple[Point, Point] | None:
-    """Flash and its rival in the same workload, at the longest length that has both."""
+    """Flash and its rival in the same workload, at the longest length that has both.
+
+    ``predicted`` picks among predicted or among measured figures of the rival.
+    """
     for rival in rivals:
         pairs = [
             (a, b) for a in found for b in found
-            if a.kind == "flash" and b.kind == rival
+            if a.kind == "flash" and b.kind == rival and b.predicted == predicted
             and (a.workload, a.seq_len) == (b.workload, b.seq_len)
         ]
         if pairs:
-            return max(pairs, key=lambda pair: (pair[0].seq_len, not pair[1].predicted))
+            return max(pairs, key=lambda pair: pair[0].seq_len)
     return None
 
 
 def growths(found: Sequence[Point]) -> list[Growth]:
-    """Over the two longest lengths of flash, and of dense in the same workload."""
-    lines = [line for line in _lines(found, "flash") if len(line) > 1]
-    if not lines:
+    """Flash and dense in one workload over the longest two lengths that both were measured at.
+
+    Without two such lengths: over the longest two of flash, where dense may be predicted.
+    """
+    measured = [point for point in found if not point.predicted]
+    return _growths(measured, both=True) or _growths(found, both=False)
+
+
+def _growths(found: Sequence[Point], both: bool) -> list[Growth]:
+    candidates = []
+    for flash in _lines(found, "flash"):
+        for dense in [line for kind in DENSE for line in _lines(found, kind)]:
+            shared = sorted(n for n in flash if n in dense and _same(flash[n], dense[n]))[-2:]
+            if len(shared) == 2:
+                candidates.append((shared, flash, dense))
+        if len(flash) > 1 and not both:
+            candidates.append((sorted(flash)[-2:], flash, {}))
+    if not candidates:
         return []
-    flash = max(lines, key=max)
-    first, last = sorted(flash)[-2:]
+    (first, last), flash, dense = max(candidates, key=lambda c: (c[0][::-1], len(c[2])))
     result = [Growth("flash", flash[first], flash[last])]
-    for kind in DENSE:
-        for line in _lines(found, kind):
-            same = all(n in line and line[n].workload == flash[n].workload for n in (first, last))
-            if same and len(result) < 2:
-                result.append(Growth("dense", line[first], line[last]))
-    return [growth for growth in result if growth.first.value > 0]
+    if dense:
+        result.append(Growth("dense", dense[first], dense[last]))
+    return result
+
+
+def _same(a: Point, b: Point) -> bool:
+    return a.workload == b.workload and a.value > 0 and b.value > 0
 
 
 def _lines(found: Sequence[Point], kind: str) -> list[dict[int, Point]]:

@@ -31,8 +31,9 @@ def training_curves(runs: Sequence[Run]) -> Curves | None:
     found = [(run, rows) for run in runs if len(rows := _read(run)) > 2]
     if not found:
         return None
-    found.sort(key=lambda pair: -max(row["step"] for row in pair[1]))
-    shown = sorted(found[:MAX_RUNS], key=lambda pair: pair[0].started)
+    found.sort(key=lambda pair: -_last_step(pair[1]))
+    enough = [pair for pair in found if _last_step(pair[1]) >= _last_step(found[0][1]) / 5]
+    shown = sorted(enough[:MAX_RUNS], key=lambda pair: pair[0].started)
     labels = run_labels([run for run, _ in shown])
     rows = [row | {"run": labels[n]} for n, (_, own) in enumerate(shown) for row in own]
     entropies = {round(e, 3) for run, _ in shown if (e := unigram_entropy(run)) is not None}
@@ -55,14 +56,14 @@ def _chart(rows: list[dict[str, Any]], labels: list[str], entropies: list[float]
     y = alt.Y("y:Q", scale=alt.Scale(zero=False), axis=alt.Axis(title="bits per byte"))
     scale = alt.Scale(domain=names, range=list(PALETTE[: len(names)]))
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("step:Q", axis=alt.Axis(title="training step", tickMinStep=1)),
+        x=alt.X("step:Q", axis=alt.Axis(title="training step", tickMinStep=1, tickCount=8)),
         y=y, color=alt.Color(f"{key}:N", scale=scale, legend=legend(names)), detail="run:N",
         tooltip=["run:N", "split:N", "step:Q", alt.Tooltip("y:Q", title="bits/byte", format=".3f")],
     )
     train = base.transform_filter("datum.split == 'train'")
     val = base.transform_filter("datum.split == 'validation'")
     layers = [
-        train.mark_line(strokeWidth=1.2, opacity=0.55),
+        train.mark_line(strokeWidth=1.3, opacity=0.75),
         val.mark_line(strokeWidth=2.5),
         val.mark_point(size=45, filled=True, opacity=1),
     ]
@@ -88,6 +89,10 @@ def _read(run: Run) -> list[dict[str, Any]]:
     except (OSError, csv.Error) as error:
         logger.warning("Cannot read %s: %s", run.metrics_path, error)
     return [row for rows in found.values() for row in _thin(rows)]
+
+
+def _last_step(rows: list[dict[str, Any]]) -> float:
+    return max(float(row["step"]) for row in rows)
 
 
 def _thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
 """What a reader can decide, in sentences whose numbers all come from the records."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from flashmod.report.compare import growths, longest_pair
-from flashmod.report.records import Records, Run, finite
+from flashmod.report.records import Records, Run
 from flashmod.report.series import Point, Variants, memory_points, points
-from flashmod.report.text import ERRORS, mib, quantity, scientific, worst_error
+from flashmod.report.text import ERRORS, factor, mib, scientific, worst_error
+from flashmod.report.values import finite
 
 FP32_TARGET = 1e-5
 SWEEP_HINT = "flashmod-train sweep=lengths measures it"
@@ -38,19 +38,27 @@ def is_fp32(precision: str) -> bool:
 
 
 def _memory(memory: Sequence[Point]) -> Finding:
-    pair = longest_pair(memory)
-    if pair is None:
+    pairs = [longest_pair(memory), longest_pair(memory, predicted=True)]
+    measured, predicted = pairs
+    if measured and predicted and predicted[0].seq_len <= measured[0].seq_len:
+        predicted = None
+    texts = [_memory_text(*pair) for pair in (measured, predicted) if pair]
+    if not texts:
         return Finding("missing", "Memory", "Not enough data: no length has both a flash and a "
                        "dense figure, so the two cannot be compared.")
-    flash, dense = pair
-    ratio = dense.value / flash.value if flash.value else math.inf
+    flash, dense = next(pair for pair in (measured, predicted) if pair)
+    tone = "good" if dense.value > flash.value else "bad"
+    return Finding(tone, "Memory", f"{' '.join(texts)}{_where(flash)}")
+
+
+def _memory_text(flash: Point, dense: Point) -> str:
     how = "predicted from the closed form, not measured" if dense.predicted else "measured"
-    factor = quantity(max(ratio, 1 / ratio))
-    less = f"{factor}x less" if ratio >= 1 else f"{factor}x more"
-    return Finding(
-        "good" if ratio > 1 else "bad", "Memory",
+    low, high = sorted((flash.value, dense.value))
+    side = "less" if dense.value >= flash.value else "more"
+    change = f": {factor(high / low)} {side}" if low > 0 else ""
+    return (
         f"At {flash.seq_len:,} tokens flash attention peaks at {mib(flash.value)} where dense "
-        f"needs {mib(dense.value)} ({how}): {less}.{_where(flash)}",
+        f"needs {mib(dense.value)} ({how}){change}."
     )
 
 
@@ -105,12 +113,12 @@ def _speed(runs: Sequence[Run], variants: Variants) -> Finding:
     pair = longest_pair(speed, ("dense",))
     if pair is not None:
         flash, dense = pair
-        ratio = flash.value / dense.value if dense.value else math.inf
-        change = f"{quantity(ratio)}x as fast" if ratio >= 1 else f"{quantity(1 / ratio)}x slower"
+        change = f": {factor(flash.value / dense.value)} the speed" if dense.value else ""
+        once = " (one run each)" if flash.runs == dense.runs == 1 else ""
         return Finding(
             "plain", "Speed",
             f"At {flash.seq_len:,} tokens training runs at {flash.value:,.0f} tokens/s with flash "
-            f"and {dense.value:,.0f} with dense: {change}{device}.{_where(flash)}",
+            f"and {dense.value:,.0f} with dense{change}{once}{device}.{_where(flash)}",
         )
     flash_only = [point for point in speed if point.kind == "flash"]
     if not flash_only:
@@ -135,7 +143,8 @@ def _quality(runs: Sequence[Run]) -> list[Finding]:
             side, tone = "; the unigram entropy was not recorded, so no baseline", "plain"
         else:
             tone = "good" if bits < entropy else "bad"
-            side = f", {'below' if bits < entropy else 'NOT below'} the {entropy:.2f} of unigrams"
+            below = "below" if bits < entropy else "NOT below"
+            side = f", {below} the unigram entropy, {entropy:.2f}"
         many = f" (best of {len(group)} runs)" if len(group) > 1 else ""
         found.append(Finding(tone, "Learning", f"Validation on {name} reaches {bits:.2f} bits per "
                              f"byte{many}{side}."))
@@ -153,15 +162,17 @@ def _states(records: Records) -> Finding:
     if records.unreadable:
         parts.append(f"{len(records.unreadable)} unreadable")
     total = len(records.runs) + len(records.unreadable)
-    text = f"{counts['ok']} of {total} run{'s' * (total != 1)} finished"
-    if parts:
-        text += f"; {', '.join(parts)} (left out of all figures above, listed below)"
-    return Finding("bad" if parts else "plain", "Runs", f"{text}.")
+    if not parts:
+        return Finding("plain", "Runs", f"All {total} finished." if total > 1 else "It finished.")
+    return Finding(
+        "bad" if records.unreadable or counts["failed"] else "plain", "Runs",
+        f"{counts['ok']} of {total} finished; {', '.join(parts)} (left out of all figures here, "
+        "listed below).",
+    )
 
 
 def _where(point: Point) -> str:
-    variant = ", ".join(filter(None, (point.tiles, point.workload)))
-    return f" ({variant})" if variant else ""
+    return f" Set-up: {point.variant}." if point.variant else ""
 
 
 def _sole_device(runs: Sequence[Run]) -> str:

@@ -23,12 +23,12 @@ POLICY = (
 MAX_COMMANDS = 12
 
 
-def render(records: Records, title: str, made_by: str) -> str:
+def render(records: Records, source: str, made_by: str) -> str:
     """The whole page as HTML.
 
     Args:
         records: what was read.
-        title: the heading, for example the folders.
+        source: where the records lie, shown under the heading.
         made_by: the command that made the page, shown at its end.
 
     Raises:
@@ -44,19 +44,36 @@ def render(records: Records, title: str, made_by: str) -> str:
     specs = {key: spec for section in shown for key, spec in section.specs.items()}
     body = "".join(f"<section><h2>{esc(s.title)}</h2>{s.body}</section>" for s in shown)
     script = f"<script>{charts.bundle()}</script>" if specs else ""
-    now = datetime.now(UTC)
+    title = _title(records)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{esc(POLICY)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{esc(title)}</title><style>{STYLE}</style></head><body><main>"
-        f'<h1>{esc(title)}</h1><div class="soft">flashmod report, made {now:%Y-%m-%d %H:%M} UTC'
-        f"</div>{blocks.finding_list(findings(records))}"
+        f'<h1>{esc(title)}</h1><div class="soft">{esc(_subtitle(records.runs, source))}</div>'
+        f"{blocks.finding_list(findings(records))}"
         "<noscript><p>The charts need JavaScript; the table has the same figures.</p></noscript>"
         f"{body}{_runs(records)}{_environment(records.runs, made_by)}</main>"
         f'<script type="application/json" id="specs">{_json(specs)}</script>'
         f"{script}<script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _title(records: Records) -> str:
+    runs = records.runs
+    return f"flashmod: {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}"
+
+
+def _subtitle(runs: Sequence[Run], source: str) -> str:
+    """The device first, then the code, the folders and the time."""
+    devices = sorted({run.device for run in runs})
+    commits = sorted({run.commit for run in runs if run.commit})
+    parts = [
+        " and ".join(devices[:3]) + (" and others" if len(devices) > 3 else ""),
+        f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits",
+        source, f"made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    ]
+    return " \u00b7 ".join(part for part in parts if part and part != "0 commits")
 
 
 def _training(runs: Sequence[Run]) -> Section | None:
@@ -65,7 +82,7 @@ def _training(runs: Sequence[Run]) -> Section | None:
         return None
     limit = ""
     if curves.available > curves.shown:
-        limit = f" Shown are the {curves.shown} of {curves.available} runs with the most steps."
+        limit = f" Shown: {curves.shown} of {curves.available} runs, those with the most steps."
     note = (
         "Thin: training. Thick, with points: validation. Dashed: what knowing only how often "
         f"each byte occurs would reach; a model that has learnt anything is below it.{limit}"
@@ -75,18 +92,12 @@ def _training(runs: Sequence[Run]) -> Section | None:
 
 
 def _runs(records: Records) -> str:
-    stars = any("memory/dense_attention_peak_mib" in run.predicted for run in records.runs)
-    note = "Click a heading to sort. Gradient error: the largest of out, dq, dk, dv."
-    if stars:
-        note += " *: predicted from the closed form, not measured."
-    table = f'<p class="soft">{note}</p>{blocks.run_table(records)}' if records.runs else ""
-    return (
-        f"<section><h2>Runs</h2>{table}{blocks.unreadable_list(records.unreadable)}</section>"
-    )
+    table = blocks.run_table(records)
+    return f"<section><h2>Runs</h2>{table}{blocks.unreadable_list(records.unreadable)}</section>"
 
 
 def _environment(runs: Sequence[Run], made_by: str) -> str:
-    groups = Counter(json.dumps(run.environment, sort_keys=True, default=str) for run in runs)
+    groups = Counter(json.dumps(run.environment, default=str) for run in runs)
     parts = []
     for text, count in groups.items():
         head = f"<h3>{count} of {len(runs)} runs</h3>" if len(groups) > 1 else ""
@@ -97,7 +108,7 @@ def _environment(runs: Sequence[Run], made_by: str) -> str:
     if more > 0:
         listed += f"<li>and {more} more; each stands in its result.json</li>"
     made = blocks.key_values([("This page", made_by)])
-    trained = f'<h3>Commands</h3><ul class="plain">{listed}</ul>' if listed else ""
+    trained = f'<h3>Commands</h3><ul class="list">{listed}</ul>' if listed else ""
     return f"<section><h2>How it was made</h2>{''.join(parts)}{trained}{made}</section>"
 
 

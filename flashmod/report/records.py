@@ -2,12 +2,13 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from flashmod.report.values import finite, flatten, mapping, numbers
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,9 @@ class Run:
 
     @property
     def commit(self) -> str:
-        return str(self.environment.get("commit") or "")
+        """The first ten digits, with ``-dirty`` where the tree was changed."""
+        digits, dash, dirty = str(self.environment.get("commit") or "").partition("-")
+        return digits[:10] + dash + dirty
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,12 @@ def _read_one(path: Path, records: Records) -> None:
 
 
 def _parse(path: Path, content: dict[str, Any]) -> Run:
-    config = flatten(_mapping(content.get("config")))
-    environment = _mapping(content.get("environment"))
-    summary = numbers(_mapping(content.get("summary")))
-    error = _mapping(content.get("error"))
+    config = flatten(mapping(content.get("config")))
+    environment = mapping(content.get("environment"))
+    summary = numbers(mapping(content.get("summary")))
+    error = mapping(content.get("error"))
     length = finite(summary.get("data/seq_len", config.get("data.seq_len")))
-    metrics = path.parent / str(_mapping(content.get("files")).get("metrics") or "metrics.csv")
+    metrics = path.parent / str(mapping(content.get("files")).get("metrics") or "metrics.csv")
     return Run(
         path=path,
         name=str(content.get("name") or path.parent.name),
@@ -149,36 +152,10 @@ def _parse(path: Path, content: dict[str, Any]) -> Run:
         predicted=frozenset(map(str, content.get("predicted") or ())),
         config=config,
         environment=environment,
-        data=_mapping(content.get("data")),
+        data=mapping(content.get("data")),
         command=_command(content.get("command")),
         metrics_path=metrics if metrics.is_file() else None,
     )
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
-    return flat
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers among some values."""
-    checked = {key: finite(value) for key, value in values.items()}
-    return {key: number for key, number in checked.items() if number is not None}
-
-
-def finite(value: Any) -> float | None:
-    """``value`` as a float when it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 def _first(config: dict[str, Any], *keys: str) -> Any:

@@ -2,15 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flashmod.report import blocks, charts
 from flashmod.report.blocks import esc
 from flashmod.report.findings import FP32_TARGET, is_fp32
 from flashmod.report.records import Run
-from flashmod.report.series import Point, Variants, memory_points, points
+from flashmod.report.series import Point, Variants, memory_points, points, split
+from flashmod.report.text import ERRORS, scientific
 
-QUANTITIES = ("out", "dq", "dk", "dv")
 MAX_ERROR_CHARTS = 6
 REPEATS = " Repeats of one configuration are their median, with a bar from lowest to highest."
 
@@ -46,49 +46,48 @@ def speed_section(runs: Sequence[Run], variants: Variants) -> Section | None:
 
 def error_section(runs: Sequence[Run], variants: Variants) -> Section | None:
     """Errors of out, dq, dk and dv against dense float64, one small chart per series."""
-    series: dict[str, dict[str, list[Point]]] = defaultdict(dict)
-    for name in QUANTITIES:
-        for point in points(runs, f"grad_error/{name}", variants):
-            series[point.series].setdefault(name, []).append(point)
-    if not series:
+    found = [point for metric in ERRORS for point in points(runs, metric, variants)]
+    if not found:
         return None
-    note = "Largest difference from dense float64 on the live batch, relative to its scale."
-    lengths = {p.seq_len for by in series.values() for ps in by.values() for p in ps}
-    precisions = _precisions(runs, variants)
-    if len(lengths) < 2:
-        rows = [
-            (name, precisions.get(name, ""), {q: max(p.value for p in ps) for q, ps in by.items()})
-            for name, by in series.items()
-        ]
-        note += f" At {min(lengths):,} tokens. The target in fp32 is under 1e-5."
-        return Section("Gradient error", f"{_note(note)}{blocks.error_table(rows)}", {})
-    return _error_charts(series, precisions, sorted(lengths), note)
+    lines, alone, shared = split(found)
+    note = (
+        "Largest difference from dense float64 on the live batch, relative to its scale. "
+        f"The target in fp32 is under {scientific(FP32_TARGET)}."
+    )
+    charted, specs = _error_charts(lines)
+    table = blocks.error_table(_error_rows(alone)) if alone else ""
+    if lines and alone:
+        table = f"<h3>At one length only</h3>{table}"
+    return Section("Gradient error", f"{_note(note, shared)}{charted}{table}", specs)
 
 
-def _error_charts(
-    series: dict[str, dict[str, list[Point]]], precisions: dict[str, str],
-    lengths: Sequence[int], note: str,
-) -> Section:
-    values = [p.value for by in series.values() for ps in by.values() for p in ps if p.value > 0]
-    targets = [FP32_TARGET] if any(is_fp32(text) for text in precisions.values()) else []
-    domain = (min([*values, *targets]) / 3, max([*values, *targets]) * 4)
+def _error_charts(found: Sequence[Point]) -> tuple[str, dict[str, charts.Spec]]:
+    """A grid of charts on one scale; an empty text without points."""
+    series = list(dict.fromkeys(point.series for point in found))
+    values = [point.value for point in found if point.value > 0]
+    if any(is_fp32(point.precision) for point in found):
+        values.append(FP32_TARGET)
     specs, figures = {}, []
-    for number, (name, by) in enumerate(list(series.items())[:MAX_ERROR_CHARTS]):
-        target = FP32_TARGET if is_fp32(precisions.get(name, "")) else None
-        key = f"error{number}"
-        specs[key] = charts.errors(_error_rows(by), lengths, domain, target)
-        figures.append(f'<figure><h3>{esc(name)}</h3><div class="chart" id="{key}"></div></figure>')
-    if len(series) > MAX_ERROR_CHARTS:
-        note += f" Shown: {MAX_ERROR_CHARTS} of {len(series)} set-ups; the table has all."
-    body = f'{_note(note)}<div class="grid">{"".join(figures)}</div>'
-    return Section("Gradient error", body, specs)
+    for number, name in enumerate(series[:MAX_ERROR_CHARTS]):
+        own = [point for point in found if point.series == name and point.value > 0]
+        domain = (min(values) / 3, max(values) * 4)
+        target = FP32_TARGET if any(is_fp32(point.precision) for point in own) else None
+        specs[f"error{number}"] = charts.errors(own, domain, target)
+        chart = f'<div class="chart" id="error{number}"></div>'
+        figures.append(f"<figure><h3>{esc(name)}</h3>{chart}</figure>")
+    more = len(series) - len(figures)
+    rest = f'<p class="soft">{more} more in the table of runs.</p>' if more > 0 else ""
+    return f'<div class="grid">{"".join(figures)}</div>{rest}' if figures else "", specs
 
 
-def _error_rows(by: dict[str, list[Point]]) -> list[dict[str, Any]]:
+def _error_rows(found: Sequence[Point]) -> list[tuple[str, str, dict[str, float]]]:
+    rows: dict[tuple[str, int, str], dict[str, float]] = defaultdict(dict)
+    for point in found:
+        name = point.metric.split("/")[1]
+        rows[point.series, point.seq_len, point.precision][name] = point.value
     return [
-        {"x": p.seq_len, "y": p.value, "quantity": name, "length": f"{p.seq_len:,}",
-         "value": f"{p.value:.2e}", "runs": p.runs}
-        for name, found in by.items() for p in found if p.value > 0
+        (f"{series}, {length:,} tokens", precision, errors)
+        for (series, length, precision), errors in rows.items()
     ]
 
 
@@ -97,23 +96,19 @@ def _by_length(
 ) -> Section | None:
     if not found:
         return None
-    lengths = {point.seq_len for point in found}
-    if len(lengths) < 2:
-        note += f" At {min(lengths):,} tokens."
-        return Section(title, _note(note) + blocks.bars(found, unit), {})
-    if any(point.runs > 1 for point in found):
-        note += REPEATS
-    note += " Click a name to single it out."
-    spec = charts.by_length(found, unit, unit, log)
-    return Section(title, f'{_note(note)}<div class="chart" id="{key}"></div>', {key: spec})
+    lines, alone, shared = split(found)
+    specs: dict[str, charts.Spec] = {}
+    body = ""
+    if lines:
+        if any(point.runs > 1 for point in lines):
+            note += REPEATS
+        specs[key] = charts.by_length(lines, unit, log)
+        body = f'<div class="chart" id="{key}"></div>'
+    for length in sorted({point.seq_len for point in alone}):
+        here = [point for point in alone if point.seq_len == length]
+        body += f"<h3>At {length:,} tokens</h3>{blocks.bars(here, unit)}"
+    return Section(title, f"{_note(note, shared)}{body}", specs)
 
 
-def _precisions(runs: Sequence[Run], variants: Variants) -> dict[str, str]:
-    return {
-        point.series: run.precision
-        for run in runs for point in points([run], "grad_error/out", variants)
-    }
-
-
-def _note(text: str) -> str:
-    return f'<p class="soft">{esc(text)}</p>'
+def _note(text: str, shared: str) -> str:
+    return f'<p class="soft">{esc(f"{text} Charted: {shared}." if shared else text)}</p>'

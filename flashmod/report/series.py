@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +18,11 @@ KINDS = ("flash", "sdpa", "dense", TWIN)
 class Point:
     """The median of ``runs`` values of one metric at one length, with their range."""
 
+    metric: str
     kind: str
     workload: str
     tiles: str
+    precision: str
     seq_len: int
     value: float
     low: float
@@ -29,9 +31,12 @@ class Point:
     predicted: bool
 
     @property
+    def variant(self) -> str:
+        return ", ".join(filter(None, (self.tiles, self.workload)))
+
+    @property
     def series(self) -> str:
-        variant = ", ".join(filter(None, (self.tiles, self.workload)))
-        return f"{self.kind} ({variant})" if variant else self.kind
+        return f"{self.kind} ({self.variant})" if self.variant else self.kind
 
 
 class Variants:
@@ -59,27 +64,43 @@ class Variants:
 
 def points(runs: Iterable[Run], metric: str, variants: Variants) -> list[Point]:
     """One point per attention, workload, tiles, length and measured-or-predicted, by length."""
-    return _aggregate(
-        (run.attention, variants.workload(run), variants.tiles(run), run, metric) for run in runs
-    )
+    return _aggregate(metric, ((run, run.attention, variants.tiles(run)) for run in runs), variants)
 
 
 def memory_points(runs: Sequence[Run], variants: Variants) -> list[Point]:
     """Attention peaks in MiB, with the dense twins of the runs that are not dense themselves."""
-    own, twin = "memory/attention_peak_mib", "memory/dense_attention_peak_mib"
-    others = [run for run in runs if run.attention != "dense"]
-    twins = _aggregate((TWIN, variants.workload(run), "", run, twin) for run in others)
-    return points(runs, own, variants) + twins
+    twins = ((run, TWIN, "") for run in runs if run.attention != "dense")
+    own = points(runs, "memory/attention_peak_mib", variants)
+    return own + _aggregate("memory/dense_attention_peak_mib", twins, variants)
 
 
-def _aggregate(values: Iterable[tuple[str, str, str, Run, str]]) -> list[Point]:
-    groups: dict[tuple[str, str, str, int, bool], list[float]] = defaultdict(list)
-    for kind, workload, tiles, run, metric in values:
+def split(found: Sequence[Point]) -> tuple[list[Point], list[Point], str]:
+    """Points of workloads with several lengths, of those with one, and what the first share.
+
+    Where all the first are of one workload, its label leaves their names and is returned.
+    """
+    lengths: dict[str, set[int]] = defaultdict(set)
+    for point in found:
+        lengths[point.workload].add(point.seq_len)
+    lines = [point for point in found if len(lengths[point.workload]) > 1]
+    alone = [point for point in found if len(lengths[point.workload]) == 1]
+    shared = {point.workload for point in lines}
+    if len(shared) != 1:
+        return lines, alone, ""
+    return [replace(point, workload="") for point in lines], alone, shared.pop()
+
+
+def _aggregate(
+    metric: str, values: Iterable[tuple[Run, str, str]], variants: Variants
+) -> list[Point]:
+    groups: dict[tuple[str, str, str, str, int, bool], list[float]] = defaultdict(list)
+    for run, kind, tiles in values:
         if run.seq_len is not None and metric in run.summary:
-            key = (kind, workload, tiles, run.seq_len, metric in run.predicted)
+            workload = variants.workload(run)
+            key = (kind, workload, tiles, run.precision, run.seq_len, metric in run.predicted)
             groups[key].append(run.summary[metric])
     found = [
-        Point(*key[:4], median(group), min(group), max(group), len(group), key[4])
+        Point(metric, *key[:5], median(group), min(group), max(group), len(group), key[5])
         for key, group in groups.items()
     ]
     return sorted(found, key=lambda p: (kind_order(p.kind), p.series, p.seq_len, p.predicted))
@@ -93,7 +114,7 @@ def _features(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"device": run.device, "precision": run.precision, "data": None}
     for key, value in run.config.items():
         section, _, name = key.partition(".")
-        if section in ("data", "model") and not name.startswith("attention"):
+        if section in ("data", "model", "batch") and not name.startswith("attention"):
             leaf = name.rpartition(".")[2]
             grows = "len" in leaf and value == run.seq_len
             if leaf not in IGNORED and not grows:
@@ -132,7 +153,9 @@ def _labels(features: list[dict[str, Any]]) -> list[str]:
 
 
 def _label(key: str, value: Any) -> str:
-    return str(value) if key in ("device", "precision", "data") else f"{key}={value}"
+    if key == "data":
+        return f"{value} data"
+    return str(value) if key in ("device", "precision") else f"{key}={value}"
 
 
 def _tile_labels(runs: Sequence[Run]) -> dict[Path, str]:

@@ -18,12 +18,17 @@ def quantity(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"
 
 
+def factor(ratio: float) -> str:
+    """``12x``, ``2.2x``, ``0.45x``."""
+    return f"{ratio:,.0f}x" if ratio >= 10 else f"{quantity(ratio)}x"
+
+
 def scientific(value: float) -> str:
-    """``3.1e-7``: two digits, no padded exponent; zero as ``0``."""
+    """``3.1e-7``: two digits, no padded exponent; ``1e-5`` and ``0`` where that is exact."""
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def worst_error(run: Run) -> float | None:
