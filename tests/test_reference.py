@@ -1,0 +1,149 @@
+"""The dense definition against independent oracles: loops in NumPy, torch's SDPA and its module."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import (
+    LAYOUTS,
+    SEED,
+    Case,
+    build,
+    covering_cases,
+    cu_seqlens,
+    expected,
+    reference_attention,
+    run,
+)
+from oracle import attend, random_bits, sees
+
+from flashmod import Mask, TileConfig, flash_attention
+
+THRESHOLD = 1 << 14  # of 65536: a dropout rate of 0.25
+
+
+def visible_pairs(case: Case, n: int, heads: int) -> np.ndarray:
+    """(H, S, S_kv) of sequence ``n``, by the written definition."""
+    layout, spec = LAYOUTS[case.layout], case.spec
+    lengths = layout.q[n], layout.kv[n]
+    hidden = layout.hidden[n] if layout.hidden else ()
+    seen = np.zeros((heads, *lengths), dtype=bool)
+    for h, i, j in np.ndindex(*seen.shape):
+        seen[h, i, j] = j not in hidden and sees(i, j, lengths, **spec.of(n))
+        if spec.fn is not None:
+            seen[h, i, j] &= bool(spec.fn(n, h, i, j, *spec.fn_args))
+    return seen
+
+
+def rows_of(case: Case, lengths: tuple[int, ...], n: int) -> tuple:
+    """Index of the rows of sequence ``n`` in a tensor of the case's layout."""
+    if LAYOUTS[case.layout].kind == "packed":
+        return (slice(sum(lengths[:n]), sum(lengths[: n + 1])),)
+    return n, slice(lengths[n])
+
+
+@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: case.id)
+def test_definition_equals_spelled_out_loops(case):
+    inputs, result, layout = build(case).promoted(), expected(case), LAYOUTS[case.layout]
+    out, lse = np.zeros(result.out.shape), np.full(result.lse.shape, -np.inf)
+    for n in range(len(layout.q)):
+        q_at, kv_at = rows_of(case, layout.q, n), rows_of(case, layout.kv, n)
+        q, k, v = (x[at].numpy() for x, at in zip(inputs[:3], (q_at, kv_at, kv_at), strict=True))
+
+        def weigh(h, i, j, n=n):
+            kept = not case.dropout_p or random_bits(SEED, n, h, i, j) >= THRESHOLD
+            return kept / (1 - case.dropout_p)
+
+        seen = visible_pairs(case, n, q.shape[1])
+        out_n, lse_n = attend(q, k, v, q.shape[-1] ** -0.5, seen, weigh)
+        out[q_at] = out_n
+        lse[(*q_at[:-1], slice(None), q_at[-1])] = lse_n
+    np.testing.assert_allclose(result.out.numpy(), out, atol=1e-12)
+    np.testing.assert_allclose(result.lse.numpy(), lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 9), (9, 3)])
+def test_definition_equals_torch_sdpa(causal, q_len, kv_len):
+    q, k, v = (torch.randn(2, n, 4, 5, dtype=torch.float64) for n in (q_len, kv_len, kv_len))
+    q, k, v = (x.requires_grad_() for x in (q, k[:, :, :2], v[:, :, :2]))
+    ours = reference_attention(
+        q, k, v, mask=Mask(causal=causal, align="top_left"), return_lse=False
+    )
+    theirs = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(ours, theirs)
+    grad = torch.randn_like(ours)
+    for a, b in zip(
+        *(torch.autograd.grad(x, (q, k, v), grad) for x in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_definition_equals_torch_sdpa_under_any_interval_mask():
+    q, k, v = (torch.randn(2, n, 2, 6, dtype=torch.float64) for n in (8, 11, 11))
+    seen = torch.tensor(
+        [[sees(i, j, (8, 11), left=4, right=1, prefix=3) for j in range(11)] for i in range(8)]
+    )
+    ours = reference_attention(q, k, v, mask=Mask(window=(4, 1), prefix_len=3), return_lse=False)
+    theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen)
+    torch.testing.assert_close(ours, theirs.transpose(1, 2))
+
+
+def test_definition_equals_torch_module():
+    theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    x = torch.randn(3, 6, 8, dtype=torch.float64)
+    padding = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0]]).bool()
+    qkv = F.linear(x, theirs.in_proj_weight, theirs.in_proj_bias).unflatten(-1, (3, 2, 4)).unbind(2)
+    ours = reference_attention(*qkv, attn_mask=~padding[:, None, None], return_lse=False)
+    expected_out = theirs(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+    torch.testing.assert_close(theirs.out_proj(ours.flatten(-2)), expected_out)
+
+
+def test_definition_in_float32_accumulates_in_float32():
+    q, k, v = (torch.randn(1, 5, 2, 8, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = reference_attention(q, k, v, return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    exact = reference_attention(*(x.float() for x in (q, k, v)), return_lse=False)
+    torch.testing.assert_close(out, exact.bfloat16(), rtol=0, atol=0)
+
+
+def gradcheck_inputs(**kwargs):
+    def attention(function, **options):
+        return lambda q, k, v: function(q, k, v, return_lse=True, **kwargs, **options)
+
+    q, k, v = (
+        torch.randn(rows, heads, dim, dtype=torch.float64, requires_grad=True)
+        for rows, heads, dim in ((5, 2, 3), (6, 1, 3), (6, 1, 2))
+    )
+    return attention, (q, k, v)
+
+
+GRADCHECKS = {
+    "causal_gqa_dropout": {"mask": Mask(causal=True), "dropout_p": 0.3, "dropout_seed": 5},
+    "window_prefix_scale": {"mask": Mask(window=(2, 1), prefix_len=2), "softmax_scale": -0.7},
+}
+
+
+@pytest.mark.parametrize("function", ["reference", "tiled", "triton"])
+@pytest.mark.parametrize("kwargs", GRADCHECKS.values(), ids=GRADCHECKS)
+def test_gradcheck(function, kwargs):
+    """out and lse, by finite differences; two sequences, every row of which sees some key."""
+    attention, inputs = gradcheck_inputs(
+        cu_seqlens_q=cu_seqlens((2, 3)), cu_seqlens_k=cu_seqlens((2, 4)), **kwargs
+    )
+    if function == "reference":
+        checked = attention(reference_attention)
+    else:
+        tiles = TileConfig(2, 3) if function == "tiled" else TileConfig(16, 16)
+        checked = attention(flash_attention, backend=function, tiles=tiles)
+    assert torch.autograd.gradcheck(checked, inputs, fast_mode=function == "triton")
+
+
+def test_cases_run_through_their_own_harness():
+    """A gradient into lse is part of what every case compares."""
+    case = Case("dense", "causal", 0.0, "mha")
+    inputs = build(case)
+    without = run(inputs._replace(grad_lse=torch.zeros_like(inputs.grad_lse)), reference_attention)
+    assert not torch.equal(without.dq, run(inputs, reference_attention).dq)
