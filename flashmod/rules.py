@@ -43,11 +43,12 @@ def full_key_range(q_first, q_last, limits):
 
 def query_range(kv_first, kv_last, limits):
     """Queries that see some key of ``kv_first..kv_last``: the transpose of :func:`key_range`."""
-    first = kv_first - limits.shift - limits.window_right
-    first = where(kv_first < limits.prefix_len, 0, maximum(0, first))
-    end = minimum(limits.q_len, kv_last + 1 - limits.shift + limits.window_left)
-    seen = (kv_first < limits.end_key) & (kv_last >= limits.first_key)
-    return first, where(seen, maximum(first, end), first)
+    key_first = maximum(kv_first, limits.first_key)
+    key_last = minimum(kv_last, limits.end_key - 1)
+    first = maximum(0, key_first - limits.shift - limits.window_right)
+    first = where(key_first < limits.prefix_len, 0, first)
+    end = minimum(limits.q_len, key_last + 1 - limits.shift + limits.window_left)
+    return first, where(key_first <= key_last, maximum(first, end), first)
 
 
 def full_query_range(kv_first, kv_last, limits):

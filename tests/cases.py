@@ -182,10 +182,8 @@ def build(case: Case) -> Inputs:
             )
         return x.to(case.dtype)
 
-    q, k, v, grad_out = (
-        randn(layout.q, heads, dim), randn(layout.kv, kv_heads, dim), randn(layout.kv, kv_heads, value_dim),
-        randn(layout.q, heads, value_dim),
-    )  # fmt: skip
+    q, k = randn(layout.q, heads, dim), randn(layout.kv, kv_heads, dim)
+    v, grad_out = randn(layout.kv, kv_heads, value_dim), randn(layout.q, heads, value_dim)
     grad_lse = randn(layout.q, heads, 1)[..., 0].transpose(-1, -2)
     grad_lse = grad_lse.to(torch.promote_types(case.dtype, torch.float32))
     return Inputs(q, k, v, grad_out, grad_lse, arguments(case))
