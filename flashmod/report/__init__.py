@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashmod.report import page, text
+from flashmod.report import charts, page, text
 from flashmod.report.findings import findings
 from flashmod.report.records import NoRecordsError, read
 
@@ -52,9 +52,7 @@ def as_text(dirs: Iterable[str | os.PathLike[str]]) -> str:
 
 
 def _made_by() -> str:
-    import altair
-
     from flashmod import __version__
 
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return f"{command} (flashmod {__version__}, altair {altair.__version__})"
+    return f"{command} (flashmod {__version__}, altair {charts.altair().__version__})"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import NamedTuple
 
 from flashmod.report.compare import growths, longest_pair
@@ -167,8 +168,17 @@ def _states(records: Records) -> Finding:
     return Finding(
         "bad" if records.unreadable or counts["failed"] else "plain", "Runs",
         f"{counts['ok']} of {total} finished; {', '.join(parts)} (left out of all figures here, "
-        "listed below).",
+        f"listed below).{_first_failure(records.runs)}",
     )
+
+
+def _first_failure(runs: Sequence[Run]) -> str:
+    failed = [run for run in runs if run.status == "failed" and run.error_message]
+    if not failed:
+        return ""
+    first = failed[0]
+    message = shorten(f"{first.error_type}: {first.error_message}", 200, placeholder=" ...")
+    return f" First failure, in {first.name}: {message}"
 
 
 def _where(point: Point) -> str:

@@ -139,7 +139,7 @@ def _parse(path: Path, content: dict[str, Any]) -> Run:
         status=str(content.get("status") or "unknown"),
         attention=str(_first(config, "attention.kind", "model.attention.kind", "attention.name",
                              "model.attention", "attention") or "unknown"),
-        seq_len=int(length) if length and length > 0 else None,
+        seq_len=int(length) if length and length >= 1 else None,
         tiles=_tiles(config),
         precision=str(_first(config, "trainer.precision", "precision") or "not recorded"),
         device=_device(config, environment),
