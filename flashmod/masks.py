@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -96,13 +97,20 @@ def _column(name: str, value: Any, num_sequences: int, device: torch.device) -> 
     if isinstance(value, int):
         return min(value, UNBOUNDED)
     if not isinstance(value, Tensor):
-        value = torch.tensor([UNBOUNDED if v is None else int(v) for v in value], dtype=torch.int32)
+        try:
+            items = [UNBOUNDED if v is None else min(operator.index(v), UNBOUNDED) for v in value]
+        except TypeError as error:
+            wanted = "an int, None, or a sequence or integer tensor of one per sequence"
+            raise TypeError(f"mask {name} must be {wanted}, got {value!r}") from error
+        value = torch.tensor(items, dtype=torch.int64)
+    if value.is_floating_point():
+        raise TypeError(f"mask {name} must hold integers, got {value.dtype}")
     if value.shape != (num_sequences,):
         raise ValueError(
             f"mask {name} has shape {tuple(value.shape)}, but the call has {num_sequences} "
             f"sequences: give one value, or {num_sequences}"
         )
-    return value.to(device=device, dtype=torch.int32).clamp(max=UNBOUNDED)
+    return value.long().clamp(-UNBOUNDED, UNBOUNDED).to(device=device, dtype=torch.int32)
 
 
 def mask_fn(fn: F) -> F:
@@ -115,8 +123,9 @@ def mask_fn(fn: F) -> F:
         return fn
     problems = list(grammar_offences(fn))
     if problems:
+        name = getattr(fn, "__name__", repr(fn))
         raise ValueError(
-            f"mask function {fn.__name__!r} cannot run inside kernels: " + "; ".join(problems)
+            f"mask function {name!r} cannot run inside kernels: " + "; ".join(problems)
         )
     key, copies = f"{fn.__module__}:{fn.__qualname__}", 1
     while key in _registry:  # another function of that name, e.g. an edited notebook cell

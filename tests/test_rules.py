@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracle import sees
 
 from flashmod import rules
-from flashmod.masks import grammar_offences
+from flashmod.grammar import grammar_offences
 from flashmod.spec import UNBOUNDED, Limits, on_ints, on_tensors, sequence_limits
 
 RULES = {name: fn for name, fn in vars(rules).items() if inspect.isfunction(fn)}
