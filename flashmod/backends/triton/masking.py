@@ -1,0 +1,140 @@
+"""The rules of attention as device functions: which pairs are visible, which weights are kept."""
+
+import triton
+import triton.language as tl
+
+from ...spec import bind
+from .arguments import QueryTile
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _minimum(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _where(condition, a, b):
+    return tl.where(condition, a, b)
+
+
+# The interpreter asks that `tl` be visible from every device function.
+DEVICE_NAMES = {"maximum": _maximum, "minimum": _minimum, "where": _where, "tl": tl}
+_rules = bind(DEVICE_NAMES, compiled=triton.jit)
+diagonal_shift = _rules.diagonal_shift
+key_interval = _rules.key_interval
+is_visible = _rules.is_visible
+key_range = _rules.key_range
+full_key_range = _rules.full_key_range
+query_range = _rules.query_range
+full_query_range = _rules.full_query_range
+split_tiles = _rules.split_tiles
+dropout_head_key = _rules.dropout_head_key
+dropout_row_key = _rules.dropout_row_key
+dropout_pair = _rules.dropout_pair
+dropout_pair_key = _rules.dropout_pair_key
+dropout_word = _rules.dropout_word
+dropout_bits = _rules.dropout_bits
+
+
+@triton.jit
+def query_tile(first, sequence, head, dropout, BLOCK_M: tl.constexpr):
+    """Positions ``first ..`` of a sequence, with their key intervals and dropout keys."""
+    q_idx = first + tl.arange(0, BLOCK_M)
+    lo, hi = key_interval(q_idx, sequence.limits)
+    keys = (q_idx, q_idx)
+    if dropout.seed is not None:
+        low, high = tl.load(dropout.seed), tl.load(dropout.seed + 1)
+        keys = dropout_row_key(dropout_head_key(low, high, sequence.id, head), q_idx)
+    return QueryTile(q_idx, lo, hi, keys)
+
+
+@triton.jit
+def key_tiles(start, end, first, last, limits, mask, BLOCK_N: tl.constexpr):
+    """Cut the keys of queries ``first..last`` into masked head, unmasked middle, masked tail."""
+    full_start, full_end = end, end
+    if mask.fn is None and mask.keys is None:
+        full_start, full_end = full_key_range(first, last, limits)
+    return split_tiles(start, end, full_start, full_end, BLOCK_N)
+
+
+@triton.jit
+def query_tiles(first, last, limits, mask, BLOCK_M: tl.constexpr):
+    """Cut the queries of keys ``first..last`` into masked head, unmasked middle, masked tail."""
+    start, end = query_range(first, last, limits)
+    full_start, full_end = end, end
+    if mask.fn is None and mask.keys is None:
+        full_start, full_end = full_query_range(first, last, limits)
+    return split_tiles(start, end, full_start, full_end, BLOCK_M)
+
+
+@triton.jit
+def _visible(q_idx, lo, hi, kv_idx, sequence, head, mask):
+    """Which pairs are visible; positions are laid out as (M, 1) and (1, N), or the transpose."""
+    seen = is_visible(kv_idx, lo, hi)
+    if mask.keys is not None:
+        batch = mask.keys + sequence.kv_batch.to(tl.int64) * mask.key_strides[0]
+        row = (sequence.kv_row + kv_idx).to(tl.int64) * mask.key_strides[1]
+        inside = kv_idx < sequence.limits.end_key
+        seen = seen & (tl.load(batch + row, mask=inside, other=0) != 0)
+    if mask.fn is not None:
+        seen = seen & mask.fn(sequence.id, head, q_idx, kv_idx, *mask.fn_args)
+    return seen
+
+
+@triton.jit
+def visible_keys(query, keys, kv_idx, sequence, head, mask):
+    """Visible pairs (M, N), and the keys (N,) that some query sees: no other may be loaded."""
+    seen = _visible(
+        query.idx[:, None], query.lo[:, None], query.hi[:, None], kv_idx[None, :],
+        sequence, head, mask,
+    )  # fmt: skip
+    rows = is_visible(kv_idx, keys.first, keys.end)
+    if mask.fn is not None or mask.keys is not None:
+        rows = rows & (tl.max(seen.to(tl.int32), 0) > 0)
+    return seen, rows
+
+
+@triton.jit
+def visible_queries(query, kv_idx, sequence, head, mask):
+    """Visible pairs (N, M), and the queries (M,) that see some key: no other may be loaded."""
+    seen = _visible(
+        query.idx[None, :], query.lo[None, :], query.hi[None, :], kv_idx[:, None],
+        sequence, head, mask,
+    )  # fmt: skip
+    rows = query.lo < query.hi
+    if mask.fn is not None or mask.keys is not None:
+        rows = rows & (tl.max(seen.to(tl.int32), 0) > 0)
+    return seen, rows
+
+
+@triton.jit
+def kept(row_keys, kv_start, dropout, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Which weights of a tile dropout keeps: (M, N), or (N, M) if TRANSPOSED.
+
+    One hash serves columns j and j ^ 8; ``kv_start`` is a multiple of 16, so both lie in the tile.
+    """
+    BLOCK_M: tl.constexpr = row_keys[0].shape[0]
+    pairs = dropout_pair_key(dropout_pair(kv_start) + tl.arange(0, BLOCK_N // 2))
+    if TRANSPOSED:
+        word = dropout_word(row_keys[0][None, :], row_keys[1][None, :], pairs[:, None])
+        word = tl.reshape(word, [BLOCK_N // 16, 8, BLOCK_M])
+        bits = tl.join(dropout_bits(word, 0), dropout_bits(word, 8))
+        bits = tl.reshape(tl.permute(bits, (0, 3, 1, 2)), [BLOCK_N, BLOCK_M])
+    else:
+        word = dropout_word(row_keys[0][:, None], row_keys[1][:, None], pairs[None, :])
+        word = tl.reshape(word, [BLOCK_M, BLOCK_N // 16, 8])
+        bits = tl.join(dropout_bits(word, 0), dropout_bits(word, 8))
+        bits = tl.reshape(tl.permute(bits, (0, 1, 3, 2)), [BLOCK_M, BLOCK_N])
+    return bits >= dropout.threshold
+
+
+@triton.jit
+def keep_scale(dropout, DTYPE: tl.constexpr):
+    """One over the exact probability that a weight is kept; 0 when none is."""
+    steps = tl.full((), 65536 - dropout.threshold, DTYPE)
+    return tl.where(steps > 0, 65536.0 / tl.maximum(steps, 1.0), 0.0)

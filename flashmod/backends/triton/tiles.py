@@ -1,0 +1,71 @@
+"""Tile sizes per architecture, kernel and head dimension: measured facts, kept as data.
+
+They come from published tables and from what compiling each candidate shows (registers, spills,
+shared memory); sizes depend on device, dtype and head dimension only, never on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...spec import AttentionCall, TileConfig
+
+_HALF = {
+    # architecture -> kernel -> largest head dimension -> tiles
+    "sm_80": {
+        "forward": {64: (128, 64, 4, 3), 128: (128, 32, 4, 3), 256: (64, 32, 4, 2)},
+        "dq": {64: (128, 32, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
+        "dkv": {64: (32, 128, 4, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 1)},
+    },
+    "sm_90": {
+        "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+        "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
+        "dkv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)},
+    },
+    "gfx942": {
+        "forward": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
+        "dq": {64: (64, 64, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
+        "dkv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 64, 4, 1)},
+    },
+}
+_WIDE = {  # float32 and float64, by bytes per row of the head dimension
+    256: (64, 32, 4, 2),
+    512: (32, 32, 4, 2),
+    1024: (32, 16, 4, 1),
+    2048: (16, 16, 4, 1),
+}
+_INTERPRETER = TileConfig(32, 32, 4, 1)
+
+
+def architecture() -> str:
+    """``sm_90``, ``gfx942`` and so on, of the device that Triton would launch on."""
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def choose(kernel: str, head_dim: int, dtype: torch.dtype, call: AttentionCall) -> TileConfig:
+    """Tiles of ``kernel`` ("forward", "dq" or "dkv"); what the call asks for comes first.
+
+    Args:
+        head_dim: the larger of D and D_v.
+    """
+    asked = call.tile_config()
+    if asked is not None:
+        return asked
+    if triton.knobs.runtime.interpret:
+        return _INTERPRETER
+    if dtype.itemsize > 2:
+        return TileConfig(*_smallest(_WIDE, head_dim * dtype.itemsize))
+    return TileConfig(*_smallest(_HALF[_family(architecture())][kernel], head_dim))
+
+
+def _family(architecture: str) -> str:
+    """The table that serves a device: its own, or that of the nearest older one."""
+    if not architecture.startswith("sm_"):
+        return "gfx942"
+    return "sm_80" if int(architecture[3:]) < 90 or int(architecture[3:]) >= 120 else "sm_90"
+
+
+def _smallest(table: dict[int, tuple[int, int, int, int]], size: int) -> tuple[int, int, int, int]:
+    return next(tiles for limit, tiles in table.items() if size <= limit)
