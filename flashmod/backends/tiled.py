@@ -52,8 +52,7 @@ def backward(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, in the dtypes of q, k, v."""
-    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    dq, dk, dv = grads
+    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for span in spans(call, q, k):
         sequence = _Sequence(q, k, v, call, span)
         dk_n, dv_n = torch.zeros_like(sequence.k), torch.zeros_like(sequence.v)
@@ -63,13 +62,13 @@ def backward(
             if grad_lse is not None:
                 lse_rows = grad_lse[m.stat_rows].to(delta.dtype).view_as(delta)
                 delta = delta - torch.where(m.live, lse_rows, 0.0)
-            dq[m.rows] = sequence.unfold(
-                _tile_gradients(sequence, m, grad, delta, stats, dk_n, dv_n)
-            )
-        dk[span.kv_rows], dv[span.kv_rows] = (
-            dk_n.transpose(0, 1).to(k.dtype),
-            dv_n.transpose(0, 1).to(v.dtype),
-        )
+            row_max, row_log = (part[m.stat_rows].view_as(delta) for part in stats)
+            # Tiles are recomputed before normalisation: the row sum divides these rows instead.
+            norm = row_log.neg().exp_()
+            rows = _GradientRows(grad.mul_(norm[..., None]), delta.mul_(norm), _pivot(row_max))
+            dq[m.rows] = sequence.unfold(_tile_gradients(sequence, m, rows, dk_n, dv_n))
+        dk[span.kv_rows] = dk_n.transpose(0, 1).to(k.dtype)
+        dv[span.kv_rows] = dv_n.transpose(0, 1).to(v.dtype)
     return dq, dk, dv
 
 
@@ -82,41 +81,45 @@ def _online_softmax(sequence: _Sequence, m: _QueryTile) -> tuple[Tensor, Tensor,
     for n in sequence.key_tiles(m):
         scores, _, v = sequence.scores(m, n)
         new_max = torch.maximum(row_max, scores.amax(-1))
-        pivot = new_max.masked_fill(new_max == float("-inf"), 0.0)  # rows with no key yet
+        pivot = _pivot(new_max)
         probs = scores.sub_(pivot[..., None]).exp_()
         rescale = (row_max - pivot).exp_()
         row_sum = row_sum * rescale + probs.sum(-1)
         probs = sequence.dropped(probs, m, n)
-        acc = acc.mul_(rescale[..., None]).add_(sequence.times_keys(probs, v))
+        acc.mul_(rescale[..., None]).flatten(1, 2).baddbmm_(probs.flatten(1, 2), v)
         row_max = new_max
     return acc, row_max, row_sum
 
 
+class _GradientRows(NamedTuple):
+    grad: Tensor  # (H_kv, G, M, D_v), gradient of the output over the row sum
+    delta: Tensor  # (H_kv, G, M), over the row sum
+    pivot: Tensor  # (H_kv, G, M), row maximum
+
+
 def _tile_gradients(
-    sequence: _Sequence,
-    m: _QueryTile,
-    grad: Tensor,
-    delta: Tensor,
-    stats: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    sequence: _Sequence, m: _QueryTile, rows: _GradientRows, dk: Tensor, dv: Tensor
 ) -> Tensor:
     """dq (H_kv, G, M, D) of one query tile; adds its share to dk and dv (H_kv, S_kv, D)."""
-    row_max, row_log = (stats[i][m.stat_rows].view_as(delta) for i in range(2))
-    pivot = row_max.masked_fill(row_max == float("-inf"), 0.0)
-    dq = sequence.q.new_zeros(*delta.shape, sequence.q.shape[-1], dtype=sequence.dtype)
-    q_rows, grad_rows = m.q.flatten(1, 2), grad.flatten(1, 2)
+    dq = torch.zeros_like(m.q)
+    dq_rows, q_rows, grad_rows = (x.flatten(1, 2) for x in (dq, m.q, rows.grad))
     for n in sequence.key_tiles(m):
         scores, k, v = sequence.scores(m, n)
-        probs = scores.sub_(pivot[..., None]).sub_(row_log[..., None]).exp_()
+        probs = scores.sub_(rows.pivot[..., None]).exp_()
         dropped = sequence.dropped(probs, m, n)
-        dv[:, n.keys] += dropped.flatten(1, 2).mT @ grad_rows
+        dv[:, n.keys].baddbmm_(dropped.flatten(1, 2).mT, grad_rows)
         grad_probs = sequence.dropped((grad_rows @ v.mT).view_as(probs), m, n)
-        # A hidden key has weight exactly 0: select, in case grad_probs is not finite.
-        ds = torch.where(probs > 0, probs * (grad_probs - delta[..., None]), 0.0)
-        dq += sequence.times_keys(ds, k)
-        dk[:, n.keys] += ds.flatten(1, 2).mT @ q_rows  # m.q carries the softmax scale
-    return dq * sequence.call.scale
+        ds = grad_probs.sub_(rows.delta[..., None]).mul_(probs)
+        if n.masked:  # a hidden key has weight exactly 0: select, grad_probs may not be finite
+            ds = torch.where(probs > 0, ds, 0.0)
+        dq_rows.baddbmm_(ds.flatten(1, 2), k)
+        dk[:, n.keys].baddbmm_(ds.flatten(1, 2).mT, q_rows)  # m.q carries the softmax scale
+    return dq.mul_(sequence.call.scale)
+
+
+def _pivot(row_max: Tensor) -> Tensor:
+    """What to subtract before the exponential: the row maximum, 0 for rows with no key yet."""
+    return row_max.masked_fill(row_max == float("-inf"), 0.0)
 
 
 class _QueryTile(NamedTuple):
@@ -149,8 +152,8 @@ class _Sequence:
         self.kv_heads, self.group = k.shape[2], q.shape[2] // max(k.shape[2], 1)
         self.tiles = call.tile_config() or DEFAULT_TILES
         self.k, self.v = (
-            x[span.kv_rows].transpose(0, 1).to(self.dtype) for x in (k, v)
-        )  # (H_kv, S_kv, D)
+            x[span.kv_rows].transpose(0, 1).to(self.dtype).contiguous() for x in (k, v)
+        )  # (H_kv, S_kv, D), contiguous so that no result depends on a caller's strides
         self.predicate = mask_fn_on_tensors(call.mask_fn) if call.mask_fn else None
         self.key_mask = None if call.key_mask is None else call.key_mask[span.kv_rows]
         self.head = torch.arange(q.shape[2], device=q.device, dtype=torch.int32).view(
@@ -208,10 +211,6 @@ class _Sequence:
     def unfold(self, x: Tensor) -> Tensor:
         """(H_kv, G, M, D) -> (M, H, D) in q's dtype."""
         return x.permute(2, 0, 1, 3).flatten(1, 2).to(self.q.dtype)
-
-    def times_keys(self, weights: Tensor, x: Tensor) -> Tensor:
-        """(H_kv, G, M, N) @ (H_kv, N, D) -> (H_kv, G, M, D)."""
-        return (weights.flatten(1, 2) @ x).unflatten(1, (self.group, -1))
 
     def scores(self, m: _QueryTile, n: _KeyTile) -> tuple[Tensor, Tensor, Tensor]:
         """Scaled logits (H_kv, G, M, N), -inf where hidden, and the tile's keys and values."""
