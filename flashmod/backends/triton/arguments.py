@@ -82,6 +82,15 @@ class QueryTile(NamedTuple):
     dropout_keys: Any  # a pair of int32 per row; zeros without dropout
 
 
+class KeyTile(NamedTuple):
+    """A tile of key positions, inside a kernel, with the interval of queries that see each."""
+
+    first: Any
+    idx: Any
+    start: Any
+    end: Any
+
+
 class KeySide(NamedTuple):
     """The keys of one head, inside a kernel, and the keys ``[first, end)`` that a tile sees."""
 
@@ -94,7 +103,7 @@ class KeySide(NamedTuple):
 
 
 class QuerySide(NamedTuple):
-    """The queries of one head, inside a kernel: pointers at position 0 of the sequence."""
+    """The queries of one head, inside a kernel, and those ``[first, end)`` that see a key tile."""
 
     q: Any
     grad_out: Any
@@ -103,3 +112,5 @@ class QuerySide(NamedTuple):
     row_max: Any
     log_sum: Any
     delta: Any
+    first: Any
+    end: Any

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .masking import keep_scale, kept, query_range, query_tile, query_tiles, visible_queries
+from .masking import keep_scale, kept, key_tile, row_keys, seeing_queries, visible_queries
 from .primitives import (
     load_row_stats,
     load_sequence,
@@ -16,20 +16,20 @@ from .primitives import (
 
 @triton.jit
 def _accumulate(
-    dk, dv, k, v, first, kv_idx, side, start, end, sequence, head, mask, dropout, scale,
+    dk, dv, k, v, keys, side, start, end, sequence, head, mask, dropout, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients that query tiles [start, end) of one head send to a key tile."""
     BLOCK_N: tl.constexpr = k.shape[0]
     acc: tl.constexpr = dk.dtype
-    for tile in tl.range(start, end, BLOCK_M):
-        query = query_tile(tile, sequence, head, dropout, BLOCK_M)
+    for tile in tl.range(start, end, BLOCK_M, disable_licm=True):
+        q_idx = tile + tl.arange(0, BLOCK_M)
         at = tl.cast(tile, tl.int64)
-        seen, rows = query.idx, query.idx
+        seen, rows = q_idx, q_idx
         if MASKED:
-            seen, rows = visible_queries(query, kv_idx, sequence, head, mask)
-        row_max, log_sum, delta = load_row_stats(side, query.idx, rows, MASKED)
+            seen, rows = visible_queries(keys, side, q_idx, sequence, head, mask)
+        row_max, log_sum, delta = load_row_stats(side, q_idx, rows, MASKED)
         q = load_tile(side.q + at * side.q_stride, rows, HEAD_DIM, MASKED)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=acc)
         shifted = tl.fma(scores, tl.broadcast_to(scale, scores.shape), -row_max[None, :])
@@ -40,7 +40,9 @@ def _accumulate(
         grad = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION, out_dtype=acc)
         dropped = weights
         if dropout.seed is not None:
-            keep = kept(query.dropout_keys, first, dropout, BLOCK_N, True)
+            keep = kept(
+                row_keys(q_idx, sequence, head, dropout), keys.first, dropout, BLOCK_N, True
+            )
             dropped = tl.where(keep, weights, 0.0)
             grad = tl.where(keep, grad * keep_scale(dropout, acc), 0.0)
         dropped = dropped.to(grad_out.dtype)
@@ -68,32 +70,33 @@ def dkv_kernel(
     limits = sequence.limits
     if first >= limits.end_key:
         return
-    kv_idx = first + tl.arange(0, BLOCK_N)
-    in_kv = kv_idx < limits.end_key
-    seen_from, seen_to = query_range(kv_idx, kv_idx, limits)
-    used = in_kv & (seen_from < seen_to)
+    keys = key_tile(first, limits, BLOCK_N)
+    used = keys.start < keys.end
     batch, row = sequence.kv_batch, sequence.kv_row
-    pointers = tile_pointers(operands.k, batch, row, kv_head, kv_idx, BLOCK_D)
+    pointers = tile_pointers(operands.k, batch, row, kv_head, keys.idx, BLOCK_D)
     k = load_tile(pointers, used, HEAD_DIM, True)
-    pointers = tile_pointers(operands.v, batch, row, kv_head, kv_idx, BLOCK_V)
+    pointers = tile_pointers(operands.v, batch, row, kv_head, keys.idx, BLOCK_V)
     v = load_tile(pointers, used, V_DIM, True)
 
-    cuts = query_tiles(first, first + BLOCK_N - 1, limits, mask, BLOCK_M)
+    seeing, cuts = seeing_queries(first, limits, mask, BLOCK_M, BLOCK_N)
     accumulate: tl.constexpr = stats.row_max.dtype.element_ty
     dk = tl.zeros([BLOCK_N, BLOCK_D], accumulate)
     dv = tl.zeros([BLOCK_N, BLOCK_V], accumulate)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        side = query_side(operands, stats, sequence, head, heads, rows, BLOCK_M, BLOCK_D, BLOCK_V)
+        side = query_side(
+            operands, stats, sequence, head, heads, rows, seeing, BLOCK_M, BLOCK_D, BLOCK_V
+        )
         for part in tl.static_range(3):  # masked head, unmasked middle, masked tail
             dk, dv = _accumulate(
-                dk, dv, k, v, first, kv_idx, side, cuts[part], cuts[part + 1], sequence, head,
+                dk, dv, k, v, keys, side, cuts[part], cuts[part + 1], sequence, head,
                 mask, dropout, tl.full((), score_scale, accumulate),
                 HEAD_DIM, V_DIM, BLOCK_M, PRECISION, part != 1,
             )  # fmt: skip
+    in_kv = keys.idx < limits.end_key
     if dropout.seed is not None:
         dv = dv * keep_scale(dropout, accumulate)
-    pointers = tile_pointers(grad_k, batch, row, kv_head, kv_idx, BLOCK_D)
+    pointers = tile_pointers(grad_k, batch, row, kv_head, keys.idx, BLOCK_D)
     store_tile(pointers, dk * tl.full((), scale, accumulate), in_kv, HEAD_DIM)
-    pointers = tile_pointers(grad_v, batch, row, kv_head, kv_idx, BLOCK_V)
+    pointers = tile_pointers(grad_v, batch, row, kv_head, keys.idx, BLOCK_V)
     store_tile(pointers, dv, in_kv, V_DIM)

@@ -8,7 +8,7 @@ so that no NaN travels along them.
 import triton
 import triton.language as tl
 
-from .masking import keep_scale, kept, key_range, key_tiles, query_tile, visible_keys
+from .masking import keep_scale, kept, query_tile, seen_keys, visible_keys
 from .primitives import (
     key_side,
     load_row_stats,
@@ -92,16 +92,15 @@ def dq_kernel(
         return
     query = query_tile(first, sequence, head, dropout, BLOCK_M)
     in_q = query.idx < limits.q_len
-    side = query_side(operands, stats, sequence, head, heads, rows, BLOCK_M, BLOCK_D, BLOCK_V)
+    own = (first, limits.q_len)
+    side = query_side(operands, stats, sequence, head, heads, rows, own, BLOCK_M, BLOCK_D, BLOCK_V)
     at = first.to(tl.int64)
     q = load_tile(side.q + at * side.q_stride, in_q, HEAD_DIM, True)
     grad_out = load_tile(side.grad_out + at * side.grad_stride, in_q, V_DIM, True)
     row_stats = load_row_stats(side, query.idx, in_q, True)
 
-    last = tl.minimum(first + BLOCK_M, limits.q_len) - 1
-    start, end = key_range(first, last, limits)
-    cuts = key_tiles(start, end, first, last, limits, mask, BLOCK_N)
-    keys = key_side(operands, sequence, head // GROUP, start, end, BLOCK_N, BLOCK_D, BLOCK_V)
+    seen, cuts = seen_keys(first, limits, mask, BLOCK_M, BLOCK_N)
+    keys = key_side(operands, sequence, head // GROUP, seen, BLOCK_N, BLOCK_D, BLOCK_V)
     accumulate: tl.constexpr = stats.row_max.dtype.element_ty
     dq = tl.zeros([BLOCK_M, BLOCK_D], accumulate)
     for part in tl.static_range(3):  # masked head, unmasked middle, masked tail

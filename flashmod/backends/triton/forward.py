@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .masking import keep_scale, kept, key_range, key_tiles, query_tile, visible_keys
+from .masking import keep_scale, kept, query_tile, seen_keys, visible_keys
 from .primitives import key_side, load_sequence, load_tile, stat_offset, store_tile, tile_pointers
 
 
@@ -77,10 +77,8 @@ def forward_kernel(
     accumulate: tl.constexpr = stats.row_max.dtype.element_ty
     scale = tl.abs(tl.full((), score_scale, accumulate))
 
-    last = tl.minimum(first + BLOCK_M, limits.q_len) - 1
-    start, end = key_range(first, last, limits)
-    cuts = key_tiles(start, end, first, last, limits, mask, BLOCK_N)
-    keys = key_side(operands, sequence, head // GROUP, start, end, BLOCK_N, BLOCK_D, BLOCK_V)
+    seen, cuts = seen_keys(first, limits, mask, BLOCK_M, BLOCK_N)
+    keys = key_side(operands, sequence, head // GROUP, seen, BLOCK_N, BLOCK_D, BLOCK_V)
     acc = tl.zeros([BLOCK_M, BLOCK_V], accumulate)
     row_max = tl.full([BLOCK_M], float("-inf"), accumulate)
     row_sum = tl.zeros([BLOCK_M], accumulate)

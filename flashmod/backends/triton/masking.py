@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ...spec import bind
-from .arguments import QueryTile
+from .arguments import KeyTile, QueryTile
 
 
 @triton.jit
@@ -42,45 +42,62 @@ dropout_bits = _rules.dropout_bits
 
 
 @triton.jit
-def query_tile(first, sequence, head, dropout, BLOCK_M: tl.constexpr):
-    """Positions ``first ..`` of a sequence, with their key intervals and dropout keys."""
-    q_idx = first + tl.arange(0, BLOCK_M)
-    lo, hi = key_interval(q_idx, sequence.limits)
+def row_keys(q_idx, sequence, head, dropout):
+    """The dropout keys of query rows, a pair of int32 each; unused without dropout."""
     keys = (q_idx, q_idx)
     if dropout.seed is not None:
         low, high = tl.load(dropout.seed), tl.load(dropout.seed + 1)
         keys = dropout_row_key(dropout_head_key(low, high, sequence.id, head), q_idx)
-    return QueryTile(q_idx, lo, hi, keys)
+    return keys
 
 
 @triton.jit
-def key_tiles(start, end, first, last, limits, mask, BLOCK_N: tl.constexpr):
-    """Cut the keys of queries ``first..last`` into masked head, unmasked middle, masked tail."""
+def query_tile(first, sequence, head, dropout, BLOCK_M: tl.constexpr):
+    """Positions ``first ..`` of a sequence, with their key intervals and dropout keys."""
+    q_idx = first + tl.arange(0, BLOCK_M)
+    lo, hi = key_interval(q_idx, sequence.limits)
+    return QueryTile(q_idx, lo, hi, row_keys(q_idx, sequence, head, dropout))
+
+
+@triton.jit
+def key_tile(first, limits, BLOCK_N: tl.constexpr):
+    """Positions ``first ..`` of a sequence, with the interval of queries that see each."""
+    kv_idx = first + tl.arange(0, BLOCK_N)
+    start, end = query_range(kv_idx, kv_idx, limits)
+    return KeyTile(first, kv_idx, start, tl.where(kv_idx < limits.end_key, end, start))
+
+
+@triton.jit
+def seen_keys(first, limits, mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that queries ``first ..`` see, and their masked head, unmasked middle, masked tail."""
+    last = tl.minimum(first + BLOCK_M, limits.q_len) - 1
+    start, end = key_range(first, last, limits)
     full_start, full_end = end, end
     if mask.fn is None and mask.keys is None:
         full_start, full_end = full_key_range(first, last, limits)
-    return split_tiles(start, end, full_start, full_end, BLOCK_N)
+    return (start, end), split_tiles(start, end, full_start, full_end, BLOCK_N)
 
 
 @triton.jit
-def query_tiles(first, last, limits, mask, BLOCK_M: tl.constexpr):
-    """Cut the queries of keys ``first..last`` into masked head, unmasked middle, masked tail."""
-    start, end = query_range(first, last, limits)
+def seeing_queries(first, limits, mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Queries that see keys ``first ..``, and their masked head, unmasked middle, masked tail."""
+    last = first + BLOCK_N - 1
+    start, end = query_range(
+        tl.maximum(first, limits.first_key), tl.minimum(last, limits.end_key - 1), limits
+    )
     full_start, full_end = end, end
     if mask.fn is None and mask.keys is None:
         full_start, full_end = full_query_range(first, last, limits)
-    return split_tiles(start, end, full_start, full_end, BLOCK_M)
+    return (start, end), split_tiles(start, end, full_start, full_end, BLOCK_M)
 
 
 @triton.jit
-def _visible(q_idx, lo, hi, kv_idx, sequence, head, mask):
-    """Which pairs are visible; positions are laid out as (M, 1) and (1, N), or the transpose."""
-    seen = is_visible(kv_idx, lo, hi)
+def _hide(seen, q_idx, kv_idx, sequence, head, mask):
+    """Take what the key mask and the mask function hide from a tile of visible pairs."""
     if mask.keys is not None:
         batch = mask.keys + sequence.kv_batch.to(tl.int64) * mask.key_strides[0]
         row = (sequence.kv_row + kv_idx).to(tl.int64) * mask.key_strides[1]
-        inside = kv_idx < sequence.limits.end_key
-        seen = seen & (tl.load(batch + row, mask=inside, other=0) != 0)
+        seen = seen & (tl.load(batch + row, mask=kv_idx < sequence.limits.end_key, other=0) != 0)
     if mask.fn is not None:
         seen = seen & mask.fn(sequence.id, head, q_idx, kv_idx, *mask.fn_args)
     return seen
@@ -89,25 +106,21 @@ def _visible(q_idx, lo, hi, kv_idx, sequence, head, mask):
 @triton.jit
 def visible_keys(query, keys, kv_idx, sequence, head, mask):
     """Visible pairs (M, N), and the keys (N,) that some query sees: no other may be loaded."""
-    seen = _visible(
-        query.idx[:, None], query.lo[:, None], query.hi[:, None], kv_idx[None, :],
-        sequence, head, mask,
-    )  # fmt: skip
+    seen = is_visible(kv_idx[None, :], query.lo[:, None], query.hi[:, None])
     rows = is_visible(kv_idx, keys.first, keys.end)
     if mask.fn is not None or mask.keys is not None:
+        seen = _hide(seen, query.idx[:, None], kv_idx[None, :], sequence, head, mask)
         rows = rows & (tl.max(seen.to(tl.int32), 0) > 0)
     return seen, rows
 
 
 @triton.jit
-def visible_queries(query, kv_idx, sequence, head, mask):
+def visible_queries(keys, queries, q_idx, sequence, head, mask):
     """Visible pairs (N, M), and the queries (M,) that see some key: no other may be loaded."""
-    seen = _visible(
-        query.idx[None, :], query.lo[None, :], query.hi[None, :], kv_idx[:, None],
-        sequence, head, mask,
-    )  # fmt: skip
-    rows = query.lo < query.hi
+    seen = is_visible(q_idx[None, :], keys.start[:, None], keys.end[:, None])
+    rows = is_visible(q_idx, queries.first, queries.end)
     if mask.fn is not None or mask.keys is not None:
+        seen = _hide(seen, q_idx[None, :], keys.idx[:, None], sequence, head, mask)
         rows = rows & (tl.max(seen.to(tl.int32), 0) > 0)
     return seen, rows
 

@@ -54,10 +54,10 @@ def tile_pointers(x, batch, row, head, positions, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def key_side(
-    operands, sequence, kv_head, first, end,
+    operands, sequence, kv_head, seen,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the first key tile of a head, of which ``[first, end)`` will be read."""
+    """Pointers to the first key tile of a head, of which the interval ``seen`` will be read."""
     offsets = tl.arange(0, BLOCK_N)
     batch, row = sequence.kv_batch, sequence.kv_row
     return KeySide(
@@ -65,14 +65,14 @@ def key_side(
         tile_pointers(operands.v, batch, row, kv_head, offsets, BLOCK_V),
         operands.k.strides[1],
         operands.v.strides[1],
-        first,
-        end,
+        seen[0],
+        seen[1],
     )
 
 
 @triton.jit
 def query_side(
-    operands, stats, sequence, head, heads, rows,
+    operands, stats, sequence, head, heads, rows, seeing,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Pointers to the first query tile of a head, its output gradient and its row statistics."""
@@ -87,6 +87,8 @@ def query_side(
         stats.row_max + at,
         stats.log_sum + at,
         stats.last + at,
+        seeing[0],
+        seeing[1],
     )
 
 
