@@ -15,14 +15,16 @@ EXAMPLES = {int: "64", float: "0.1", bool: "true", str: "name"}
 def nearest(key: str, known: Iterable[str]) -> str:
     """``"; did you mean NAME?"`` for the known name closest to ``key``, or what there is."""
     names = sorted(known)
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    # A bare name given for a dotted one: seq_len for data.seq_len.
-    tails = difflib.get_close_matches(key, [n.rsplit(".", 1)[-1] for n in names], n=1, cutoff=0.7)
-    if tails and (not close or "." not in key):
-        close = [next(n for n in names if n.rsplit(".", 1)[-1] == tails[0])]
+    tails = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+    tops = [name for name in names if "." not in name]
+    close = difflib.get_close_matches(key, names if "." in key else tops, n=1, cutoff=0.6)
+    if not close:
+        # A bare name given for a dotted one: seq_len for data.seq_len.
+        last = difflib.get_close_matches(key.rsplit(".", 1)[-1], tails, n=1, cutoff=0.6)
+        close = [tails[name] for name in last]
     if close:
         return f"; did you mean {close[0]}?"
-    return f"; known here: {', '.join(names)}" if names else ""
+    return f"; known here: {', '.join(names)}" if 0 < len(names) <= 12 else ""
 
 
 def keys_of(cls: type, prefix: str = "") -> list[str]:
@@ -83,7 +85,7 @@ def _example(kind: Any) -> str:
     return EXAMPLES.get(kind, "...")
 
 
-def form_of(cls: type, key: str) -> str | None:
+def form_of(cls: type, key: str, prefix: str = "") -> str | None:
     """:func:`form` of the dotted ``key`` of dataclass ``cls``; None when there is no such key."""
     head, _, rest = key.partition(".")
     field = next((f for f in dataclasses.fields(cls) if f.name == head), None)
@@ -91,6 +93,6 @@ def form_of(cls: type, key: str) -> str | None:
         return None
     kind = get_type_hints(cls)[head]
     nested = next((k for k in options(kind) if dataclasses.is_dataclass(k)), None)
-    if nested is not None:
-        return form_of(nested, rest) if rest else None
-    return None if rest else form(kind, key, field)
+    if nested is not None and isinstance(nested, type):
+        return form_of(nested, rest, f"{prefix}{head}.") if rest else None
+    return None if rest else form(kind, prefix + key, field)
