@@ -1,8 +1,11 @@
 """Every backend x every case, out, lse, dq, dk and dv against dense float64 on the same inputs."""
 
+from itertools import combinations, product
+
 import pytest
 import torch
 from cases import (
+    DROPOUTS,
     GROUPINGS,
     LAYOUTS,
     MASKS,
@@ -75,9 +78,10 @@ def test_table_is_as_large_as_promised():
     covering = covering_cases()
     assert len({case.id for case in covering}) == len(covering) >= 96
     assert len({case.id for case in all_cases()}) == len(LAYOUTS) * len(MASKS) * 2 * len(GROUPINGS)
-    for axis, values in (("layout", LAYOUTS), ("mask", MASKS)):
-        pairs = {(getattr(case, axis), case.grouping) for case in covering}
-        assert len(pairs) == len(values) * len(GROUPINGS)
+    axes = {"layout": LAYOUTS, "mask": MASKS, "dropout_p": DROPOUTS, "grouping": GROUPINGS}
+    for (one, a), (two, b) in combinations(axes.items(), 2):
+        met = {(getattr(case, one), getattr(case, two)) for case in covering}
+        assert met == set(product(a, b))
 
 
 def test_slack_and_dead_rows_are_written_as_zero():
