@@ -15,7 +15,7 @@ from flashmod.training.sampler import PackedBatchSampler
 BOS = 256  # the input before a document's first byte; never a target
 
 
-@dataclass(frozen=True)
+@dataclass
 class Packed:
     """Several byte sequences on one token axis, with no padding between them.
 
@@ -25,7 +25,7 @@ class Packed:
 
     Attributes:
         tokens: (T,) int64 in 0..256.
-        targets: (T,) int64 in 0..255; -100 would be ignored by the loss.
+        targets: (T,) int64 in 0..255.
         cu_seqlens: (N + 1,) int32, the first row of each sequence, then T.
         max_len: rows of the longest sequence.
     """
