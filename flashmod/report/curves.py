@@ -13,6 +13,7 @@ from flashmod.report.records import Run
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 6
+MIN_POINTS = 5
 MAX_POINTS = 400
 SPLITS = {"train": "train/bits_per_byte", "validation": "val/bits_per_byte"}
 PALETTE = (COLOURS["flash"], COLOURS["dense"], COLOURS["sdpa"], *EXTRA_COLOURS)
@@ -27,8 +28,8 @@ class Curves(NamedTuple):
 
 
 def training_curves(runs: Sequence[Run]) -> Curves | None:
-    """Curves of the runs with the most steps, or None where no run has at least three points."""
-    found = [(run, rows) for run in runs if len(rows := _read(run)) > 2]
+    """Curves of the runs with the most steps, or None where no run has a few points."""
+    found = [(run, rows) for run in runs if len(rows := _read(run)) >= MIN_POINTS]
     if not found:
         return None
     found.sort(key=lambda pair: -_last_step(pair[1]))

@@ -123,4 +123,5 @@ def _environment_rows(environment: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _json(value: Any) -> str:
     """JSON that no text inside can end: ``</script>`` and ``<!--`` lose their bracket."""
-    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    text = json.dumps(value, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
