@@ -17,7 +17,7 @@ from .intercept import interceptable
 from .padding import Padded, pad, unpad
 from .spec import AttentionCall, Span, on_ints, on_tensors
 
-_DROPOUT_BLOCK = 1 << 18  # weights whose fate is worked out at once
+_DROPOUT_BLOCK = 1 << 16  # weights whose fate is worked out at once
 
 
 @interceptable("dense")

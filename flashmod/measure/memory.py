@@ -41,7 +41,7 @@ def peak_mib(fn: Callable[[], object], device: str | torch.device = "cpu") -> fl
         device: where the memory is counted.
 
     Raises:
-        RuntimeError: a torch profiler is already running on this thread.
+        RuntimeError: a torch profiler is already running.
         ValueError: the device has no meter.
     """
     device = torch.device(device)
@@ -75,15 +75,13 @@ def _highest(events: list[_Event]) -> int:
 
 
 def _allocations(fn: Callable[[], object]) -> list[_Event]:
+    if torch.autograd._profiler_enabled():  # starting another would silently end the first
+        raise RuntimeError(
+            "the memory meter uses torch.profiler, and one is already running: stop it first"
+        )
     meter = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _quiet_stderr():
-        try:
-            meter.start()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "the memory meter uses torch.profiler, and one is already running on this thread: "
-                f"stop it first ({error})"
-            ) from error
+        meter.start()
     try:
         with _memory_events_only():
             fn()
