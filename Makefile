@@ -5,17 +5,20 @@
 PYTHON ?= python3
 ARGS ?=
 PIP_ARGS ?=
-CONSTRAINTS ?= constraints.txt
 
-# A virtual or conda environment whose python is named on the command line is used as it is;
-# any other python, and the default, only creates .venv.
+# A virtual or conda environment whose python is named on the command line is used as it is, and
+# without pins if it has a torch; any other python, and the default, only creates .venv.
 ENV := .venv
 ifeq ($(origin PYTHON),command line)
 OWN := $(shell $(PYTHON) -c 'import os, sys; own = sys.prefix != sys.base_prefix or os.path.isdir(os.path.join(sys.prefix, "conda-meta")); print(sys.prefix if own else "")')
 ifneq ($(OWN),)
 ENV := $(OWN)
+ifneq ($(wildcard $(OWN)/lib/python3*/site-packages/torch),)
+CONSTRAINTS ?= /dev/null
 endif
 endif
+endif
+CONSTRAINTS ?= constraints.txt
 BIN := $(ENV)/bin
 
 # The stamp says which checkout was installed and how: another place, or other arguments where
@@ -38,7 +41,7 @@ help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  ARGS='...'         more arguments, e.g. make train ARGS='attention=dense trainer.max_steps=50'"
-	@echo "  PYTHON=...         another python for .venv, or the python of your own environment"
+	@echo "  PYTHON=...         another python for .venv, or that of your own environment, which keeps its torch"
 	@echo "  PIP_ARGS='...'     more arguments for pip, e.g. an --extra-index-url for another build of torch"
 	@echo "  CONSTRAINTS=...    another file of pinned versions; /dev/null pins nothing"
 

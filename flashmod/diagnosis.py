@@ -68,13 +68,13 @@ def _triton() -> Iterator[str]:
 
 
 def _tiles() -> Iterator[str]:
-    yield f"{'tiled':<28} {_tile(tiled.DEFAULT_TILES)}"
+    yield f"{'tiled':<33} {_tile(tiled.DEFAULT_TILES)}"
     if importlib.util.find_spec("triton") is None:
         return
     from .backends.triton.tiles import table
 
     for row, tile in table().items():
-        yield f"{row:<28} {_tile(tile)}"
+        yield f"{row:<33} {_tile(tile)}"
 
 
 def _tile(tile: TileConfig) -> str:

@@ -46,10 +46,11 @@ def test_attention_without_triton(tmp_path: Path) -> None:
     python(BLOCK_TRITON + ATTENTION, tmp_path)
 
 
-def test_diagnosis_without_triton(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", BLOCK_TRITON])
+def test_diagnosis(before: str, tmp_path: Path) -> None:
     code = "import runpy; runpy.run_module('flashmod', run_name='__main__', alter_sys=True)"
-    said = python(BLOCK_TRITON + code, tmp_path)
-    assert "triton" in said and "torch" in said
+    said = python(before + code, tmp_path)
+    assert "backend: tiled" in said and "not triton: " in said
 
 
 def test_imports_go_one_way() -> None:

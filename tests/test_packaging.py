@@ -95,12 +95,24 @@ def test_extras_are_pinned() -> None:
     assert wanted - {"flashmod"} <= set(PINS)
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 def test_make_explains_every_target() -> None:
-    if shutil.which("make") is None:
-        pytest.skip("no make on this machine")
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     said = run(["make"], ROOT)
     assert targets and [t for t in targets if f"make {t} " not in said] == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+@pytest.mark.parametrize("torch", [True, False])
+def test_make_uses_an_environment_by_its_python(torch: bool, tmp_path: Path) -> None:
+    venv.create(tmp_path)
+    if torch:
+        (packages,) = tmp_path.glob("lib/python3*/site-packages")
+        (packages / "torch").mkdir()
+    said = run(["make", "-n", "setup", f"PYTHON={tmp_path}/bin/python", "PIP_ARGS=--quiet"], ROOT)
+    pins = "/dev/null" if torch else "constraints.txt"
+    assert f"{tmp_path}/bin/python -m pip install" in said
+    assert f"-e '.[dev]' -c {pins} --quiet" in said and "rm -rf" not in said
 
 
 @BUILT_ONCE

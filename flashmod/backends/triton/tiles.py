@@ -14,7 +14,7 @@ from ...spec import AttentionCall, TileConfig
 _HALF = {
     # architecture -> kernel -> largest head dimension -> tiles
     "sm_80": {
-        "forward": {64: (128, 64, 4, 3), 128: (128, 32, 4, 3), 256: (64, 32, 4, 2)},
+        "forward": {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
         "dq": {64: (128, 32, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
         "dkv": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 1)},
     },
@@ -58,6 +58,18 @@ def choose(kernel: str, head_dim: int, dtype: torch.dtype, call: AttentionCall) 
     if dtype.itemsize > 2:
         return TileConfig(*_smallest(_WIDE, head_dim * dtype.itemsize))
     return TileConfig(*_smallest(_HALF[_family(architecture())][kernel], head_dim))
+
+
+def table() -> dict[str, TileConfig]:
+    """Every row of the tables under a name that says what it serves, for people to read."""
+    half = {
+        f"{name} {kernel}, 16 bit, D <= {limit}": TileConfig(*tiles)
+        for name, kernels in _HALF.items()
+        for kernel, rows in kernels.items()
+        for limit, tiles in rows.items()
+    }
+    wide = {f"all, wider, D <= {n} bytes": TileConfig(*tiles) for n, tiles in _WIDE.items()}
+    return {**half, **wide, "interpreter": _INTERPRETER}
 
 
 def _family(architecture: str) -> str:
