@@ -72,7 +72,16 @@ def callbacks(config: TrainConfig, directory: Path) -> list[pl.Callback]:
         ),
     ]
     if config.measure.memory or config.measure.grad_error:
-        found.append(AttentionMeasurements())
+        wanted = config.measure
+        found.append(
+            AttentionMeasurements(
+                wanted.every,
+                memory=wanted.memory,
+                grad_error=wanted.grad_error,
+                time_limit_s=wanted.time_limit_s,
+                seed=config.seed,
+            )
+        )
     return found
 
 
@@ -103,17 +112,18 @@ def trainer(
     )
 
 
-def measured(trainer: pl.Trainer) -> tuple[dict[str, float], list[str]]:
-    """Summary values of the callbacks, and which of them are predictions."""
-    summary: dict[str, float] = {}
+def measured(trainer: pl.Trainer) -> tuple[dict[str, float | None], list[str]]:
+    """What the callbacks found, and the names of what is predicted in it."""
+    values: dict[str, float | None] = {}
+    predicted: set[str] = set()
     for callback in trainer.callbacks:
         if isinstance(callback, Throughput):
-            rates = {
-                "throughput/tokens_per_s": callback.tokens_per_s,
-                "throughput/padding_saved": callback.padding_saved,
-            }
-            summary.update({k: v for k, v in rates.items() if v is not None})
-    return summary, []
+            values["throughput/tokens_per_s"] = callback.tokens_per_s
+            values["throughput/padding_saved"] = callback.padding_saved
+        if isinstance(callback, AttentionMeasurements):
+            values |= callback.summary
+            predicted |= callback.predicted
+    return values, sorted(predicted)
 
 
 def written(directory: Path) -> dict[str, str]:

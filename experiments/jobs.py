@@ -138,11 +138,9 @@ def _fit(config: TrainConfig, record: RunRecord, run: Any, log: Path) -> None:
     values = {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
     values["data/unigram_entropy"] = corpus.unigram_entropy
     values["data/seq_len"] = config.data.seq_len
-    summary, predicted = assemble.measured(trainer)
-    values.update(summary)
+    found, predicted = assemble.measured(trainer)
+    values |= {name: value for name, value in found.items() if value is not None}
     record.update(summary=values, predicted=predicted, files=assemble.written(directory))
-    for target in loggers:
-        target.log_metrics(summary, step=trainer.global_step)
     if run is not None:
         run.summary.update(values)
 

@@ -99,13 +99,14 @@ class MeasureConfig:
         every: steps between two measurements, None for only one at the end.
         memory: peak memory, with the dense twin.
         grad_error: errors against dense float64 attention.
-        max_seconds: time that one gradient check may take before it samples query rows.
+        time_limit_s: about the time of one measurement: a longer gradient check samples query
+            rows, a dense peak that would take longer is predicted.
     """
 
     every: int | None = number(None, low=1)
     memory: bool = True
     grad_error: bool = True
-    max_seconds: float = number(10.0, low=0.1)
+    time_limit_s: float = number(10.0, low=0.1)
 
 
 @dataclass(frozen=True)

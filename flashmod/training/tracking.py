@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import logging
 import os
 import time
@@ -70,12 +71,16 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if self._broken:
+            return
         row = {key: float(value) for key, value in metrics.items() if key != "epoch"}
         new = [key for key in row if key not in self.columns]
-        if new and not self._broken:
+        if new:
             rows = list(csv.DictReader(StringIO(self.path.read_text(encoding="utf-8"))))
             self.columns += new
             self._rewrite(rows)
+            if self._broken:
+                return
         elapsed = round(time.monotonic() - self._began, 3)
         self._append({"step": "" if step is None else step, "time": elapsed, **row})
 
@@ -85,28 +90,31 @@ class MetricsCsv(Logger):
         writer.writeheader()
         writer.writerows(rows)
         temporary = self.path.with_name(f".{self.path.name}.new")
-        self._write(temporary, text.getvalue(), append=False)
-        if not self._broken:
+        try:
+            _write_all(temporary, text.getvalue(), "wb")
             os.replace(temporary, self.path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self._give_up(error)
 
     def _append(self, row: dict[str, Any]) -> None:
         text = StringIO()
         csv.DictWriter(text, self.columns, lineterminator="\n").writerow(row)
-        self._write(self.path, text.getvalue(), append=True)
-
-    def _write(self, path: Path, text: str, *, append: bool) -> None:
-        if self._broken:
-            return
-        before = path.stat().st_size if append else 0
+        whole = self.path.stat().st_size
         try:
-            with path.open("ab" if append else "wb", buffering=0) as file:
-                data = text.encode()
-                if file.write(data) != len(data):
-                    raise OSError(28, "No space left on device")
+            _write_all(self.path, text.getvalue(), "ab")
         except OSError as error:
-            self._broken = True
-            logger.warning("cannot write %s any more: %s", self.path, error.strerror)
-            try:
-                os.truncate(path, before)
-            except OSError:
-                logger.debug("cannot cut %s back to its last whole row", path)
+            os.truncate(self.path, whole)
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._broken = True
+        logger.warning("cannot write %s any more: %s", self.path, error.strerror)
+
+
+def _write_all(path: Path, text: str, mode: str) -> None:
+    data = text.encode()
+    # Unbuffered, so that the row is with the system, and an error is ours, when this returns.
+    with path.open(mode, buffering=0) as file:
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
