@@ -75,6 +75,22 @@ def test_worse_memory_and_learning_are_not_praised(tmp_path):
     assert found["Learning"].tone == "bad" and "NOT below" in found["Learning"].text
 
 
+def test_a_few_steps_are_not_blamed_for_learning_nothing(tmp_path):
+    record(tmp_path / "a", metrics={"val/bits_per_byte": 6.0}, config__trainer={"max_steps": 4})
+    found = sentences(tmp_path)["Learning"]
+    assert found.tone == "plain" and "after 4 steps, NOT below" in found.text
+
+
+def test_each_device_gets_its_own_speed(tmp_path):
+    sweep(tmp_path / "cpu")
+    for kind in ("flash", "dense"):
+        record(tmp_path / kind, attention=kind, environment__gpu="Fast GPU",
+               metrics={"throughput/tokens_per_s": {"flash": 9e6, "dense": 3e6}[kind]})
+    speeds = [f.text for f in findings(read([tmp_path])) if f.topic == "Speed"]
+    assert len(speeds) == 2 and "3.0x the speed (one run each), on Fast GPU." in speeds[0]
+    assert "25x the speed (one run each), on Some CPU, 2 threads." in speeds[1]
+
+
 def test_repeats_become_a_median_with_spread_and_other_workloads_stay_apart(tmp_path):
     for seed, value in enumerate((1.0, 2.0, 9.0)):
         record(tmp_path / f"s{seed}", metrics={"memory/attention_peak_mib": value},

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from flashmod.experiments.report import main
 from report_records import NASTY, record, specs, sweep, values, write_curves
 
 from flashmod import report
+from flashmod.experiments.report import main
 
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
@@ -89,12 +89,13 @@ def test_without_altair_the_extra_is_named_and_text_still_works(tmp_path, monkey
 def test_help_and_version_load_no_chart_library():
     code = (
         "import sys\nfrom flashmod.experiments.report import main\n"
-        "try: main([sys.argv[1]])\nexcept SystemExit as e: assert e.code == 0\n"
+        "for flag in ('--help', '--version'):\n"
+        "    try: main([flag])\n    except SystemExit as e: assert e.code == 0\n"
         "assert not {'altair', 'vl_convert', 'pandas'} & set(sys.modules)"
     )
-    for flag, word in (("--help", "result.json"), ("--version", "flashmod-report 0.")):
-        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True)
-        assert done.returncode == 0 and word in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "result.json" in done.stdout and "flashmod-report 0." in done.stdout
 
 
 WATCH = """<script>

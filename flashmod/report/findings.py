@@ -12,6 +12,8 @@ from flashmod.report.text import ERRORS, factor, mib, scientific, worst_error
 from flashmod.report.values import finite
 
 FP32_TARGET = 1e-5
+MAX_DEVICES = MAX_DATA_SETS = 3
+FEW_STEPS = 50
 SWEEP_HINT = "flashmod-train sweep=lengths measures it"
 
 
@@ -28,9 +30,9 @@ def findings(records: Records) -> list[Finding]:
     runs = records.measured
     variants = Variants(runs)
     memory = memory_points(runs, variants)
-    found = [
-        _memory(memory), _growth(memory), *_errors(runs), _speed(runs, variants), *_quality(runs),
-    ]
+    devices = sorted({run.device for run in runs})[:MAX_DEVICES]
+    speeds = [_speed([r for r in runs if r.device == device], variants) for device in devices]
+    found = [_memory(memory), _growth(memory), *_errors(runs), *speeds, *_quality(runs)]
     return [*(found if runs else []), _states(records)]
 
 
@@ -110,7 +112,7 @@ def _errors(runs: Sequence[Run]) -> list[Finding]:
 
 def _speed(runs: Sequence[Run], variants: Variants) -> Finding:
     speed = points(runs, "throughput/tokens_per_s", variants)
-    device = _sole_device(runs)
+    device = runs[0].device
     pair = longest_pair(speed, ("dense",))
     if pair is not None:
         flash, dense = pair
@@ -119,7 +121,8 @@ def _speed(runs: Sequence[Run], variants: Variants) -> Finding:
         return Finding(
             "plain", "Speed",
             f"At {flash.seq_len:,} tokens training runs at {flash.value:,.0f} tokens/s with flash "
-            f"and {dense.value:,.0f} with dense{change}{once}{device}.{_where(flash)}",
+            f"and {dense.value:,.0f} with dense{change}{once}, on {device}."
+            f"{_where(flash, known=device)}",
         )
     flash_only = [point for point in speed if point.kind == "flash"]
     if not flash_only:
@@ -128,27 +131,31 @@ def _speed(runs: Sequence[Run], variants: Variants) -> Finding:
     longest = max(flash_only, key=lambda point: point.seq_len)
     return Finding(
         "plain", "Speed",
-        f"Flash trains at {longest.value:,.0f} tokens/s at {longest.seq_len:,} tokens{device}; "
-        "no dense run of the same set-up is here to compare with.",
+        f"Flash trains at {longest.value:,.0f} tokens/s at {longest.seq_len:,} tokens, on {device};"
+        " no dense run of the same set-up is here to compare with.",
     )
 
 
 def _quality(runs: Sequence[Run]) -> list[Finding]:
+    """The best validation result on each data set; a few steps are not blamed for a bad one."""
+    by_data: dict[str, list[Run]] = {}
+    for run in runs:
+        if "val/bits_per_byte" in run.summary:
+            by_data.setdefault(str(run.data.get("name") or "the data"), []).append(run)
     found = []
-    trained = [run for run in runs if "val/bits_per_byte" in run.summary]
-    for name in sorted({str(run.data.get("name") or "the data") for run in trained})[:3]:
-        group = [run for run in trained if str(run.data.get("name") or "the data") == name]
+    for name, group in sorted(by_data.items())[:MAX_DATA_SETS]:
         best = min(group, key=lambda run: run.summary["val/bits_per_byte"])
         bits, entropy = best.summary["val/bits_per_byte"], unigram_entropy(best)
-        if entropy is None:
-            side, tone = "; the unigram entropy was not recorded, so no baseline", "plain"
-        else:
-            tone = "good" if bits < entropy else "bad"
-            below = "below" if bits < entropy else "NOT below"
-            side = f", {below} the unigram entropy, {entropy:.2f}"
+        steps = finite(best.config.get("trainer.max_steps"))
+        tone, side = "plain", "; the unigram entropy was not recorded, so no baseline"
+        if entropy is not None:
+            below = bits < entropy
+            tone = "good" if below else "plain" if steps and steps < FEW_STEPS else "bad"
+            side = f", {'below' if below else 'NOT below'} the unigram entropy, {entropy:.2f}"
+        after = f" after {steps:,.0f} steps" if steps and steps > 0 else ""
         many = f" (best of {len(group)} runs)" if len(group) > 1 else ""
-        found.append(Finding(tone, "Learning", f"Validation on {name} reaches {bits:.2f} bits per "
-                             f"byte{many}{side}."))
+        text = f"Validation on {name} reaches {bits:.2f} bits per byte{after}{many}{side}."
+        found.append(Finding(tone, "Learning", text))
     return found
 
 
@@ -181,10 +188,7 @@ def _first_failure(runs: Sequence[Run]) -> str:
     return f" First failure, in {first.name}: {message}"
 
 
-def _where(point: Point) -> str:
-    return f" Set-up: {point.variant}." if point.variant else ""
-
-
-def _sole_device(runs: Sequence[Run]) -> str:
-    devices = {run.device for run in runs}
-    return f", on {devices.pop()}" if len(devices) == 1 else ""
+def _where(point: Point, known: str = "") -> str:
+    """What tells the point's set-up from others, less what the sentence already says."""
+    parts = [part for part in (point.tiles, point.workload.replace(known, "").strip(", ")) if part]
+    return f" Set-up: {', '.join(parts)}." if parts else ""
