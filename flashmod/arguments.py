@@ -82,7 +82,7 @@ def prepare(
         mask_args=tuple(mask.fn_args),
         scale=_scale(softmax_scale, q.shape[-1]),
         backend=backend or "",
-        tiles=() if tiles is None else tuple(tiles),
+        tiles=_tiles(tiles),
     )
     return Prepared(q, k, v, call)
 
@@ -99,7 +99,15 @@ def dropout_threshold(p: float) -> int:
 
 
 def _scale(softmax_scale: float | None, head_dim: int) -> float:
+    if isinstance(softmax_scale, Tensor):
+        raise TypeError("softmax_scale must be a number, got Tensor: it has no gradient")
     return float(softmax_scale) if softmax_scale is not None else 1 / math.sqrt(max(head_dim, 1))
+
+
+def _tiles(tiles: TileConfig | None) -> tuple[int, ...]:
+    if tiles is not None and min(tiles) < 1:
+        raise ValueError(f"tiles must hold numbers of 1 or more, got {tiles}")
+    return () if tiles is None else tuple(tiles)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -141,7 +149,13 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) 
         )
 
 
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
 def _packed(name: str, cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    _check_tensor(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must be (N + 1,), got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.dtype != torch.int32:
@@ -156,6 +170,7 @@ def _padded(name: str, lengths: Tensor | None, x: Tensor) -> tuple[Tensor, Tenso
     starts = torch.arange(batch, dtype=torch.int32, device=x.device) * rows
     if lengths is None:
         return starts, torch.full((batch,), rows, dtype=torch.int32, device=x.device)
+    _check_tensor(name, lengths)
     if lengths.shape != (batch,):
         raise ValueError(
             f"{name} must be ({batch},), one length per batch row, got {tuple(lengths.shape)}"
@@ -168,6 +183,7 @@ def _padded(name: str, lengths: Tensor | None, x: Tensor) -> tuple[Tensor, Tenso
 def _sequence_ids(sequence_ids: Tensor | None, count: int, device: torch.device) -> Tensor:
     if sequence_ids is None:
         return torch.arange(count, dtype=torch.int32, device=device)
+    _check_tensor("sequence_ids", sequence_ids)
     if sequence_ids.shape != (count,):
         raise ValueError(
             f"sequence_ids must be ({count},), one per sequence, got {tuple(sequence_ids.shape)}"
@@ -178,6 +194,7 @@ def _sequence_ids(sequence_ids: Tensor | None, count: int, device: torch.device)
 def _key_mask(attn_mask: Tensor | None, k: Tensor, *, packed: bool) -> Tensor | None:
     if attn_mask is None:
         return None
+    _check_tensor("attn_mask", attn_mask)
     if packed:
         raise NotImplementedError(
             "attn_mask for packed input is not supported yet: describe it with mask=Mask(...)"
@@ -210,7 +227,11 @@ def _narrow(limits: Tensor, key_mask: Tensor | None) -> Tensor:
 def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     if seed is None:
         return torch.ops.flashmod.seed(device)
+    if isinstance(seed, float):
+        raise TypeError(f"dropout_seed must be an int or a 0-d int64 tensor, got {seed}")
     if not isinstance(seed, Tensor):
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"dropout_seed must fit into 64 bits, got {seed}")
         return torch.full((), seed, dtype=torch.int64, device=device)
     if seed.dim() != 0 or seed.dtype != torch.int64:
         raise TypeError(

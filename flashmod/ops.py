@@ -8,6 +8,7 @@ returning a silent zero.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tens
     """out (B, S, H, D_v), lse (B, H, S) and saved row statistics (2, B, H, S) of one call."""
     request = AttentionCall(*call)
     check_contents(request, q, k)
-    return choose_backend(q, k, v, request).forward(q, k, v, request)
+    with _own_precision(q.device):
+        return choose_backend(q, k, v, request).forward(q, k, v, request)
 
 
 @attention_forward.register_fake
@@ -67,9 +69,16 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of one call, contiguous, in the dtypes of q, k, v."""
     request = AttentionCall(*call)
-    return choose_backend(q, k, v, request).backward(
-        grad_out, grad_lse, q, k, v, out, stats, request
-    )
+    backend = choose_backend(q, k, v, request)
+    with _own_precision(q.device):
+        return backend.backward(grad_out, grad_lse, q, k, v, out, stats, request)
+
+
+def _own_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast acts on what enters an op; inside, backends choose their precision themselves."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 @attention_backward.register_fake

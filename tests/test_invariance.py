@@ -202,6 +202,7 @@ def odd_keys(batch, head, q_idx, kv_idx):
     return (kv_idx + head) % 2 == 1
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, in the interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 def test_rows_that_see_no_key_are_not_read(backend, fill):
@@ -220,7 +221,7 @@ def test_rows_that_see_no_key_are_not_read(backend, fill):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_change_nothing_bitwise(backend):
-    plain = [torch.randn(2, 18, h, 8) for h in (2, 1, 1, 2)]
+    plain = [torch.randn(1, 18, h, 8) for h in (2, 1, 1, 2)]
     strided = {
         "heads_first": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain],
         "dim_first": [x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in plain],

@@ -149,7 +149,7 @@ class _Sequence:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, span: Span):
         self.call, self.span, self.q = call, span, q
         self.dtype = _accumulate(q)
-        self.kv_heads, self.group = k.shape[2], q.shape[2] // max(k.shape[2], 1)
+        self.kv_heads, self.group = k.shape[2], q.shape[2] // k.shape[2] if k.shape[2] else 1
         self.tiles = call.tile_config() or DEFAULT_TILES
         self.k, self.v = (
             x[span.kv_rows].transpose(0, 1).to(self.dtype).contiguous() for x in (k, v)

@@ -1,0 +1,255 @@
+"""What flash_attention accepts, refuses and defaults to."""
+
+# ruff: noqa: E501 - one refusal a line
+import math
+import re
+
+import pytest
+import torch
+from cases import cu_seqlens, reference_attention
+
+from flashmod import Mask, TileConfig, UnsupportedAttention, flash_attention
+
+
+def tensors(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=None, dtype=torch.float32):
+    return [torch.randn(shape, dtype=dtype) for shape in (q, k, v or k)]
+
+
+def packed(rows=5):
+    return [torch.randn(rows, 2, 8) for _ in range(3)]
+
+
+INT = torch.int32
+REFUSALS = {
+    "q_2d": (tensors(q=(5, 8)), {}, ValueError, "q must be (B, S, H, D), got shape (5, 8)"),
+    "k_3d": (tensors(k=(7, 2, 8)), {}, ValueError, "k must be (B, S, H, D), got shape (7, 2, 8)"),
+    "packed_4d": (tensors(), {"cu_seqlens_q": cu_seqlens([5])}, ValueError, "q must be (T, H, D)"),
+    "not_packed": (packed(), {}, ValueError, "q must be (B, S, H, D), got shape (5, 2, 8)"),
+    "batch": (tensors(k=(3, 7, 2, 8)), {}, ValueError, "batch size 2, k has 3"),
+    "head_dim": (tensors(k=(2, 7, 2, 9)), {}, ValueError, "head dimension 8, k has 9"),
+    "kv_rows": (tensors(v=(2, 6, 2, 8)), {}, ValueError, "got (2, 7, 2, 8) and (2, 6, 2, 8)"),
+    "kv_heads": (tensors(v=(2, 7, 4, 8)), {}, ValueError, "got (2, 7, 2, 8) and (2, 7, 4, 8)"),
+    "group": (tensors(k=(2, 7, 3, 8)), {}, ValueError, "must divide that of query heads, got 3 and 4"),
+    "no_kv_head": (tensors(k=(2, 7, 0, 8)), {}, ValueError, "got 0 and 4"),
+    "int": ([x.int() for x in tensors()], {}, TypeError, "q must be float16, bfloat16, float32 or float64, got torch.int32"),
+    "mixed": ([*tensors()[:2], tensors()[1].half()], {}, TypeError, "got torch.float32 for q and torch.float16 for v"),
+    "device": ([*tensors()[:2], tensors()[1].to("meta")], {}, ValueError, "got cpu for q and meta for v"),
+    "cu_int64": (packed(), {"cu_seqlens_q": torch.tensor([0, 5])}, TypeError, "cu_seqlens_q must be int32, got torch.int64"),
+    "cu_2d": (packed(), {"cu_seqlens_q": torch.zeros(1, 2, dtype=INT)}, ValueError, "must be (N + 1,), got shape (1, 2)"),
+    "cu_empty": (packed(), {"cu_seqlens_q": torch.zeros(0, dtype=INT)}, ValueError, "must be (N + 1,), got shape (0,)"),
+    "cu_k_alone": (tensors(), {"cu_seqlens_k": cu_seqlens([5])}, ValueError, "cu_seqlens_k was given without cu_seqlens_q"),
+    "cu_counts": (packed(), {"cu_seqlens_q": cu_seqlens([2, 3]), "cu_seqlens_k": cu_seqlens([5])}, ValueError, "describes 2 sequences, cu_seqlens_k 1"),
+    "cu_beyond": (packed(), {"cu_seqlens_q": cu_seqlens([2, 5])}, ValueError, "sequence 1 of q ends at row 7, but q has 5 rows"),
+    "cu_k_beyond": (packed(), {"cu_seqlens_q": cu_seqlens([5]), "cu_seqlens_k": cu_seqlens([6])}, ValueError, "sequence 0 of k ends at row 6, but k has 5 rows"),
+    "cu_lengths": (packed(), {"cu_seqlens_q": torch.tensor([2, 3], dtype=INT)}, ValueError, "must start at 0, got 2"),
+    "cu_falls": (packed(), {"cu_seqlens_q": torch.tensor([0, 4, 3], dtype=INT)}, ValueError, "sequence 1 of q has length -1"),
+    "cu_and_lengths": (packed(), {"cu_seqlens_q": cu_seqlens([5]), "lengths_q": torch.tensor([5])}, ValueError, "lengths_q and lengths_k describe padded input"),
+    "lengths_shape": (tensors(), {"lengths_q": torch.tensor([5])}, ValueError, "lengths_q must be (2,), one length per batch row, got (1,)"),
+    "lengths_float": (tensors(), {"lengths_k": torch.tensor([5.0, 2.0])}, TypeError, "lengths_k must hold integers, got torch.float32"),
+    "lengths_bool": (tensors(), {"lengths_k": torch.tensor([True, False])}, TypeError, "lengths_k must hold integers, got torch.bool"),
+    "lengths_beyond": (tensors(), {"lengths_k": torch.tensor([7, 8])}, ValueError, "but k has 7 rows"),
+    "lengths_negative": (tensors(), {"lengths_q": torch.tensor([2, -3])}, ValueError, "sequence 1 of q has length -3"),
+    "p_above": (tensors(), {"dropout_p": 1.5}, ValueError, "dropout_p must lie between 0 and 1, got 1.5"),
+    "p_below": (tensors(), {"dropout_p": -0.1}, ValueError, "dropout_p must lie between 0 and 1, got -0.1"),
+    "p_nan": (tensors(), {"dropout_p": math.nan}, ValueError, "dropout_p must lie between 0 and 1, got nan"),
+    "p_tensor": (tensors(), {"dropout_p": torch.tensor(0.5)}, NotImplementedError, "one rate per token"),
+    "seed_int32": (tensors(), {"dropout_p": 0.5, "dropout_seed": torch.tensor(1, dtype=INT)}, TypeError, "0-d int64 tensor, got torch.int32"),
+    "seed_1d": (tensors(), {"dropout_p": 0.5, "dropout_seed": torch.tensor([1])}, TypeError, "of shape (1,)"),
+    "seed_float": (tensors(), {"dropout_p": 0.5, "dropout_seed": 1.5}, TypeError, "0-d int64 tensor, got 1.5"),
+    "seed_huge": (tensors(), {"dropout_p": 0.5, "dropout_seed": 2**63}, ValueError, "64 bits, got 9223372036854775808"),
+    "ids_shape": (tensors(), {"sequence_ids": torch.tensor([1, 2, 3])}, ValueError, "sequence_ids must be (2,), one per sequence, got (3,)"),
+    "mask_count": (tensors(), {"mask": Mask(prefix_len=[1, 2, 3])}, ValueError, "has shape (3,), but the call has 2 sequences"),
+    "bias": (tensors(), {"attn_mask": torch.zeros(2, 1, 1, 7)}, NotImplementedError, "torch.float32 and shape (2, 1, 1, 7) is not supported yet"),
+    "dense_mask": (tensors(), {"attn_mask": torch.ones(5, 7).bool()}, NotImplementedError, "shape (5, 7) is not supported yet"),
+    "key_mask_length": (tensors(), {"attn_mask": torch.ones(2, 1, 1, 5).bool()}, ValueError, "(2, 1, 1, 5), but k needs (2, 1, 1, 7)"),
+    "packed_attn_mask": (packed(), {"cu_seqlens_q": cu_seqlens([5]), "attn_mask": torch.ones(1, 1, 1, 5).bool()}, NotImplementedError, "attn_mask for packed input"),
+    "cu_list": (packed(), {"cu_seqlens_q": [0, 5]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
+    "lengths_list": (tensors(), {"lengths_q": [5, 5]}, TypeError, "lengths_q must be a tensor, got list"),
+    "scale_tensor": (tensors(), {"softmax_scale": torch.tensor(0.5)}, TypeError, "softmax_scale must be a number, got Tensor"),
+    "tiles_zero": (tensors(), {"tiles": TileConfig(0, 16)}, ValueError, "tiles must hold numbers of 1 or more, got TileConfig(block_m=0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("inputs", "kwargs", "kind", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_a_wrong_argument_is_named_with_both_values(inputs, kwargs, kind, message):
+    with pytest.raises(kind, match=re.escape(message)) as error:
+        flash_attention(*inputs, **kwargs)
+    assert type(error.value) is kind
+
+
+@pytest.mark.parametrize("keyword", ["softcap", "alibi_slopes", "learnable_sink", "return_stats"])
+def test_what_comes_later_is_no_argument_yet(keyword):
+    with pytest.raises(TypeError, match=keyword):
+        flash_attention(*tensors(), **{keyword: 1})
+
+
+def test_shapes_and_dtypes_of_results():
+    q, k, v = tensors(v=(2, 7, 2, 3))
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    assert out.shape == (2, 5, 4, 3) and lse.shape == (2, 4, 5)
+    assert out.is_contiguous()
+    out, lse = flash_attention(*packed(), cu_seqlens_q=cu_seqlens([2, 3]), return_lse=True)
+    assert out.shape == (5, 2, 8) and lse.shape == (2, 5)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        out, lse = flash_attention(*tensors(dtype=dtype), return_lse=True)
+        assert out.dtype == dtype
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_defaults():
+    q, k, v = tensors()
+    full = flash_attention(q, k, v)
+    options = {
+        "mask": Mask(), "softmax_scale": 8**-0.5, "lengths_q": torch.tensor([5, 5]),
+        "lengths_k": torch.tensor([7, 7]), "sequence_ids": torch.tensor([0, 1]), "backend": "tiled",
+        "attn_mask": torch.ones(1, 1, 1, 7).bool(), "dropout_seed": 3,
+    }  # fmt: skip
+    for name, value in options.items():
+        assert torch.equal(full, flash_attention(q, k, v, **{name: value})), name
+    x = packed()
+    cu = cu_seqlens([2, 3])
+    assert torch.equal(
+        flash_attention(*x, cu_seqlens_q=cu), flash_attention(*x, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    )
+
+
+def test_lengths_of_any_integer_type():
+    q, k, v = tensors()
+    results = [
+        flash_attention(q, k, v, lengths_k=torch.tensor([7, 3], dtype=dtype))
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    ]
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+EMPTY = {
+    "no_batch": ((0, 5, 4, 8), (0, 7, 2, 8)),
+    "no_query": ((2, 0, 4, 8), (2, 7, 2, 8)),
+    "no_key": ((2, 5, 4, 8), (2, 0, 2, 8)),
+    "nothing": ((2, 0, 4, 8), (2, 0, 2, 8)),
+    "no_head": ((2, 5, 0, 8), (2, 7, 0, 8)),
+    "no_dim": ((2, 5, 4, 0), (2, 7, 2, 0)),
+}
+
+
+def test_kernels_refuse_a_head_of_no_dimension():
+    with pytest.raises(UnsupportedAttention, match="D = 0 is not within 1"):
+        flash_attention(*tensors((2, 5, 4, 0), (2, 7, 2, 0)), backend="triton")
+
+
+EMPTY_CALLS = [(name, b, p) for name in EMPTY for b in ("tiled", "triton") for p in (0.0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "dropout_p"),
+    [call for call in EMPTY_CALLS if call[:2] != ("no_dim", "triton")],
+)
+def test_empty_tensors(name, backend, dropout_p):
+    q, k = EMPTY[name]
+    inputs = [x.requires_grad_() for x in tensors(q, k, (*k[:3], 3))]
+    mask = Mask(causal=True, align="top_left")
+    out, lse = flash_attention(
+        *inputs, mask=mask, dropout_p=dropout_p, return_lse=True, backend=backend
+    )
+    assert out.shape == (*q[:3], 3) and lse.shape == (q[0], q[2], q[1])
+    (out.sum() + torch.where(lse.isfinite(), lse, 0.0).sum()).backward()
+    assert all(x.grad.shape == x.shape and x.grad.isfinite().all() for x in inputs)
+    if not k[1]:
+        assert (out == 0).all() and (lse == -math.inf).all()
+    if not q[3] and not dropout_p:
+        truth = reference_attention(*inputs, mask=mask, return_lse=False)
+        torch.testing.assert_close(out, truth)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("slack", [0, 4])
+def test_no_sequence_or_only_empty_ones(lengths, slack, backend):
+    inputs = [x.requires_grad_() for x in packed(slack)]
+    out, lse = flash_attention(
+        *inputs, cu_seqlens_q=cu_seqlens(lengths), dropout_p=0.5, return_lse=True, backend=backend
+    )
+    assert (out == 0).all() and (lse == -math.inf).all() and out.shape == (slack, 2, 8)
+    out.sum().backward()
+    assert all((x.grad == 0).all() for x in inputs)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3])
+def test_any_scale(scale, backend):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    ours = flash_attention(q, k, v, softmax_scale=scale, backend=backend)
+    truth = reference_attention(q, k, v, softmax_scale=scale, return_lse=False)
+    torch.testing.assert_close(ours, truth)
+    if scale == 0:
+        mean = v.mean(1, keepdim=True).repeat_interleave(2, 2)
+        torch.testing.assert_close(ours, mean.expand_as(ours))
+    grads = [torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (ours, truth)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_dropout_of_everything_gives_zeros(backend):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out, lse = flash_attention(q, k, v, dropout_p=1.0, return_lse=True, backend=backend)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, flash_attention(q, k, v, return_lse=True)[1])
+    out.sum().backward()
+    assert all((x.grad == 0).all() for x in (q, k, v))
+
+
+def test_dropout_close_to_one_keeps_some_and_rescales():
+    q = k = torch.zeros(1, 64, 1, 4)
+    out = flash_attention(q, k, torch.ones(1, 64, 1, 4), dropout_p=0.99, dropout_seed=0)
+    kept = out[0, :, 0, 0] * 64 * (65536 - round(0.99 * 65536)) / 65536
+    torch.testing.assert_close(kept, kept.round(), atol=1e-4, rtol=0)
+    assert 10 < kept.sum() < 80
+
+
+def test_dropout_seed_as_int_or_tensor():
+    q, k, v = tensors()
+    one = flash_attention(q, k, v, dropout_p=0.5, dropout_seed=-7)
+    two = flash_attention(q, k, v, dropout_p=0.5, dropout_seed=torch.tensor(-7))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, flash_attention(q, k, v, dropout_p=0.5, dropout_seed=7))
+
+
+def test_dropout_zero_draws_no_seed():
+    state = torch.get_rng_state()
+    flash_attention(*tensors_without_rng(), dropout_p=0.0)
+    assert torch.equal(state, torch.get_rng_state())
+    flash_attention(*tensors_without_rng(), dropout_p=0.5)
+    assert not torch.equal(state, torch.get_rng_state())
+
+
+def tensors_without_rng():
+    return [torch.ones(1, 3, 1, 4)] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_to_its_dtype(dtype):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    with torch.autocast("cpu", dtype=dtype):
+        out = flash_attention(q, k.to(dtype), v)
+    assert out.dtype == dtype
+    assert torch.equal(out, flash_attention(*(x.to(dtype) for x in (q, k, v))))
+    with torch.autocast("cpu", dtype=dtype):  # also around the backward pass
+        out.float().sin().sum().backward()
+    twins = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    flash_attention(*twins).float().sin().sum().backward()
+    for x, twin in zip((q, k, v), twins, strict=True):
+        assert torch.equal(x.grad.to(dtype), twin.grad)
+    assert q.grad.dtype == v.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=dtype):
+        assert flash_attention(*tensors(dtype=torch.float64)).dtype == torch.float64
+
+
+def test_gradients_that_are_not_asked_for():
+    q, k, v = tensors()
+    assert not flash_attention(q, k, v).requires_grad
+    k.requires_grad_()
+    _, lse = flash_attention(q, k, v, return_lse=True)
+    lse.sum().backward()  # lse alone: out has no gradient
+    assert k.grad.shape == k.shape and q.grad is None
+    with torch.inference_mode():
+        assert flash_attention(q, k, v).is_inference()
