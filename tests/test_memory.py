@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flashmod import Mask, TileConfig, baselines, flash_attention, measure
-from flashmod.measure import dense_memory
+from flashmod.measure import dense_memory, memory
 from flashmod.measure.capture import Captured
 
 MIB_FLOATS = 1 << 18  # float32 numbers in one MiB
@@ -93,6 +93,30 @@ def test_the_profilers_noise_is_dropped_and_nothing_else(capfd):
     measure.peak_mib(lambda: os.write(2, b"from inside\n"))
     os.write(2, b"from after\n")
     assert capfd.readouterr().err == "from inside\nfrom after\n"
+
+
+def test_what_others_write_meanwhile_is_kept(capfd):
+    with memory._quiet_stderr():
+        os.write(2, b"USDT:2026-01-01 profiler_start\na warning\n")
+    assert capfd.readouterr().err == "a warning\n"
+
+
+def test_operators_are_not_recorded(monkeypatch):
+    """Tile loops run tens of thousands; recording each would take gigabytes."""
+    sizes = []
+    read = memory._read
+    monkeypatch.setattr(
+        memory, "_read", lambda path: sizes.append(os.stat(path).st_size) or read(path)
+    )
+    x = torch.zeros(3)
+
+    def many():
+        for _ in range(500):
+            torch.neg(x, out=x)
+
+    measure.peak_mib(lambda: None)
+    measure.peak_mib(many)
+    assert sizes[1] < sizes[0] + 5000
 
 
 def test_dense_attention_takes_its_three_matrices():

@@ -34,7 +34,7 @@ def gradient_error(call: Captured, time_limit_s: float = 10.0, seed: int = 0) ->
     if call.changed():
         raise ValueError("q, k or v was overwritten in place after the attention call")
     ready, grad_out = call.prepared(), call.output_grad(seed)
-    oracle = Oracle(ready, grad_out.reshape(*ready.q.shape[:3], -1))
+    oracle = Oracle(ready, grad_out.view(*ready.q.shape[:3], grad_out.shape[-1]))
     share = oracle.affordable_share(time_limit_s)
     chosen = oracle.sample(share, seed)
     checked = _row_mask(oracle, chosen)

@@ -17,13 +17,14 @@ class Throughput:
         tokens: real tokens so far.
         padded: tokens that the same batches would have had with every sequence padded to the
             longest of its batch.
-        seconds: time of the steps so far.
+        seconds: time of the steps that have ended.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.tokens, self.padded, self.seconds = 0, 0, 0.0
         self._clock = clock
         self._mark = clock()
+        self._unfinished = 0.0  # of the step that has not ended yet
 
     def step(self, tokens: int, padded: int | None = None) -> None:
         """One step has ended; it took the time since the last one.
@@ -33,6 +34,7 @@ class Throughput:
             padded: N * longest sequence of the batch; the same as ``tokens`` by default.
         """
         self._bank()
+        self.seconds, self._unfinished = self.seconds + self._unfinished, 0.0
         self.tokens += tokens
         self.padded += tokens if padded is None else padded
 
@@ -57,5 +59,5 @@ class Throughput:
 
     def _bank(self) -> None:
         now = self._clock()
-        self.seconds += now - self._mark
+        self._unfinished += now - self._mark
         self._mark = now
