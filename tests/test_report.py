@@ -75,6 +75,19 @@ def test_worse_memory_and_learning_are_not_praised(tmp_path):
     assert found["Learning"].tone == "bad" and "NOT below" in found["Learning"].text
 
 
+def test_lengths_at_which_dense_wins_are_named(tmp_path):
+    sweep(tmp_path, lengths=(1024,))
+    for length in (64, 128):
+        for kind, (memory, speed) in {"flash": (9.0, 10.0), "dense": (1.0, 20.0)}.items():
+            record(tmp_path / f"{kind}{length}", attention=kind, length=length, metrics={
+                "memory/attention_peak_mib": memory, DENSE_TWIN: 1.0,
+                "throughput/tokens_per_s": speed})
+    found = sentences(tmp_path)
+    assert "At 1,024 tokens" in found["Memory"].text and "At 1,024 tokens" in found["Speed"].text
+    assert "At 64 and 128 tokens flash needs more." in found["Memory"].text
+    assert "At 64 and 128 tokens dense is faster." in found["Speed"].text
+
+
 def test_a_few_steps_are_not_blamed_for_learning_nothing(tmp_path):
     record(tmp_path / "a", metrics={"val/bits_per_byte": 6.0}, config__trainer={"max_steps": 4})
     found = sentences(tmp_path)["Learning"]

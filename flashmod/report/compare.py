@@ -26,22 +26,25 @@ class Growth(NamedTuple):
         return self.first.predicted or self.last.predicted
 
 
-def longest_pair(
+def pairs(
     found: Sequence[Point], rivals: Sequence[str] = DENSE, predicted: bool = False
-) -> tuple[Point, Point] | None:
-    """Flash and its rival in the same workload, at the longest length that has both.
+) -> list[tuple[Point, Point]]:
+    """Flash and its rival at every length of one workload that has both, the longest last.
 
-    ``predicted`` picks among predicted or among measured figures of the rival.
+    The workload and tiles are those of the longest such length; ``predicted`` picks among
+    predicted or among measured figures of the rival.
     """
     for rival in rivals:
-        pairs = [
+        both = [
             (a, b) for a in found for b in found
             if a.kind == "flash" and b.kind == rival and b.predicted == predicted
             and (a.workload, a.seq_len) == (b.workload, b.seq_len)
         ]
-        if pairs:
-            return max(pairs, key=lambda pair: pair[0].seq_len)
-    return None
+        if both:
+            longest = max(both, key=lambda pair: pair[0].seq_len)[0]
+            same = [pair for pair in both if pair[0].series == longest.series]
+            return sorted(same, key=lambda pair: pair[0].seq_len)
+    return []
 
 
 def growths(found: Sequence[Point]) -> list[Growth]:

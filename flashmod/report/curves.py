@@ -13,7 +13,7 @@ from flashmod.report.records import Run
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 6
-MIN_POINTS = 5
+MIN_POINTS = 10
 MAX_POINTS = 400
 SPLITS = {"train": "train/bits_per_byte", "validation": "val/bits_per_byte"}
 PALETTE = (COLOURS["flash"], COLOURS["dense"], COLOURS["sdpa"], *EXTRA_COLOURS)
@@ -63,13 +63,15 @@ def _chart(rows: list[dict[str, Any]], labels: list[str], entropies: list[float]
     )
     train = base.transform_filter("datum.split == 'train'")
     val = base.transform_filter("datum.split == 'validation'")
+    ends = dict.fromkeys(f"{entropy:.2f}" for entropy in (entropies[:1] + entropies[-1:]))
+    text = f"unigram entropy {' to '.join(ends)}"
     layers = [
         train.mark_line(strokeWidth=1.3, opacity=0.75),
         val.mark_line(strokeWidth=2.5),
         val.mark_point(size=45, filled=True, opacity=1),
     ]
     for entropy in entropies:
-        layers += rule(entropy, f"unigram entropy {entropy:.2f}", y)
+        layers += rule(entropy, text if entropy == entropies[-1] else "", y)
     return finish(alt.layer(*layers), height=320)
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from textwrap import shorten
 from typing import NamedTuple
 
-from flashmod.report.compare import growths, longest_pair
+from flashmod.report.compare import growths, pairs
 from flashmod.report.records import Records, Run
 from flashmod.report.series import Point, Variants, memory_points, points
-from flashmod.report.text import ERRORS, factor, mib, scientific, worst_error
+from flashmod.report.text import ERRORS, factor, listed, mib, scientific, worst_error
 from flashmod.report.values import finite
 
 FP32_TARGET = 1e-5
@@ -41,17 +41,19 @@ def is_fp32(precision: str) -> bool:
 
 
 def _memory(memory: Sequence[Point]) -> Finding:
-    pairs = [longest_pair(memory), longest_pair(memory, predicted=True)]
-    measured, predicted = pairs
-    if measured and predicted and predicted[0].seq_len <= measured[0].seq_len:
-        predicted = None
-    texts = [_memory_text(*pair) for pair in (measured, predicted) if pair]
-    if not texts:
+    measured, predicted = pairs(memory), pairs(memory, predicted=True)
+    if measured and predicted and predicted[-1][0].seq_len <= measured[-1][0].seq_len:
+        predicted = []
+    shown = [found[-1] for found in (measured, predicted) if found]
+    if not shown:
         return Finding("missing", "Memory", "Not enough data: no length has both a flash and a "
                        "dense figure, so the two cannot be compared.")
-    flash, dense = next(pair for pair in (measured, predicted) if pair)
+    flash, dense = shown[0]
     tone = "good" if dense.value > flash.value else "bad"
-    return Finding(tone, "Memory", f"{' '.join(texts)}{_where(flash)}")
+    shorter = listed([a.seq_len for a, b in measured[:-1] if a.value > b.value])
+    but = f" At {shorter} tokens flash needs more." if shorter else ""
+    texts = [_memory_text(*pair) for pair in shown]
+    return Finding(tone, "Memory", f"{' '.join(texts)}{but}{_where(flash)}")
 
 
 def _memory_text(flash: Point, dense: Point) -> str:
@@ -113,16 +115,18 @@ def _errors(runs: Sequence[Run]) -> list[Finding]:
 def _speed(runs: Sequence[Run], variants: Variants) -> Finding:
     speed = points(runs, "throughput/tokens_per_s", variants)
     device = runs[0].device
-    pair = longest_pair(speed, ("dense",))
-    if pair is not None:
-        flash, dense = pair
+    both = pairs(speed, ("dense",))
+    if both:
+        flash, dense = both[-1]
         change = f": {factor(flash.value / dense.value)} the speed" if dense.value else ""
+        shorter = listed([a.seq_len for a, b in both[:-1] if a.value < b.value])
+        but = f" At {shorter} tokens dense is faster." if shorter else ""
         once = " (one run each)" if flash.runs == dense.runs == 1 else ""
         return Finding(
             "plain", "Speed",
             f"At {flash.seq_len:,} tokens training runs at {flash.value:,.0f} tokens/s with flash "
             f"and {dense.value:,.0f} with dense{change}{once}, on {device}."
-            f"{_where(flash, known=device)}",
+            f"{but}{_where(flash, known=device)}",
         )
     flash_only = [point for point in speed if point.kind == "flash"]
     if not flash_only:

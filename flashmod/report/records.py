@@ -175,7 +175,7 @@ def _device(config: dict[str, Any], environment: dict[str, Any]) -> str:
     if environment.get("gpu") and accelerator != "cpu":
         return str(environment["gpu"])
     cpu, threads = environment.get("cpu") or "CPU", environment.get("threads")
-    return f"{cpu}, {threads} threads" if threads else str(cpu)
+    return f"{cpu}, {threads} thread{'s' * (threads != 1)}" if threads else str(cpu)
 
 
 def _command(argv: Any) -> str:

@@ -31,6 +31,12 @@ def scientific(value: float) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
+def listed(counts: Sequence[int]) -> str:
+    """``64, 128 and 1,024``."""
+    texts = [f"{count:,}" for count in counts]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
 def worst_error(run: Run) -> float | None:
     """The largest recorded gradient error of a run."""
     found = [run.summary[name] for name in ERRORS if name in run.summary]
