@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from flashmod.report import charts, page, text
@@ -52,7 +53,9 @@ def as_text(dirs: Iterable[str | os.PathLike[str]]) -> str:
 
 
 def _made_by() -> str:
-    from flashmod import __version__
-
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return f"{command} (flashmod {__version__}, altair {charts.altair().__version__})"
+    try:
+        own = version("flashmod")
+    except PackageNotFoundError:
+        own = "not installed"
+    return f"{command} (flashmod {own}, altair {charts.altair().__version__})"
