@@ -14,23 +14,42 @@ def record(folder, *, attention="flash", length=512, status="ok", metrics=None, 
     flash, dense = length / 256, 98.5 * (length / 1024) ** 2 + 0.5
     own = dense if attention == "dense" else flash
     summary = {
-        "data/seq_len": length, "memory/attention_peak_mib": own, DENSE_TWIN: dense,
+        "data/seq_len": length,
+        "memory/attention_peak_mib": own,
+        DENSE_TWIN: dense,
         "throughput/tokens_per_s": 1e6 / own,
-        "val/bits_per_byte": 2.5, "data/unigram_entropy": 4.9,
+        "val/bits_per_byte": 2.5,
+        "data/unigram_entropy": 4.9,
         **{f"grad_error/{name}": value for name, value in ERRORS.items()},
     }
     content = {
-        "schema_version": 1, "status": status, "task": "train", "error": None,
-        "name": f"attention={attention},data.seq_len={length}", "command": ["flashmod-train"],
+        "schema_version": 1,
+        "status": status,
+        "task": "train",
+        "error": None,
+        "name": f"attention={attention},data.seq_len={length}",
+        "command": ["flashmod-train"],
         "config": {
-            "attention": {"kind": attention, "tiles": None}, "model": {"embed_dim": 32},
-            "data": {"name": "synthetic", "seq_len": length}, "batch": {"tokens": 4 * length},
-            "trainer": {"precision": "32-true", "accelerator": "auto"}, "seed": 0,
+            "attention": {"kind": attention, "tiles": None},
+            "model": {"embed_dim": 32},
+            "data": {"name": "synthetic", "seq_len": length},
+            "batch": {"tokens": 4 * length},
+            "trainer": {"precision": "32-true", "accelerator": "auto"},
+            "seed": 0,
         },
-        "seed": 0, "summary": summary | (metrics or {}) if status == "ok" else {}, "predicted": [],
-        "environment": {"host": "h", "cpu": "Some CPU", "threads": 2, "commit": "0123456789abcdef",
-                        "versions": {"torch": "2.13.0"}},
-        "data": {"name": "synthetic"}, "started": "2026-12-01T10:00:00+00:00", "duration_s": 1.5,
+        "seed": 0,
+        "summary": summary | (metrics or {}) if status == "ok" else {},
+        "predicted": [],
+        "environment": {
+            "host": "h",
+            "cpu": "Some CPU",
+            "threads": 2,
+            "commit": "0123456789abcdef",
+            "versions": {"torch": "2.13.0"},
+        },
+        "data": {"name": "synthetic"},
+        "started": "2026-12-01T10:00:00+00:00",
+        "duration_s": 1.5,
         "files": {"metrics": "metrics.csv"},
     }
     for key, value in entries.items():
@@ -62,6 +81,14 @@ def specs(page):
 
 
 def values(spec):
-    return [row for data in spec["datasets"].values() for row in data] if "datasets" in spec else (
-        [row for layer in [spec, *spec["layer"]] for row in layer.get("data", {}).get("values", [])]
+    return (
+        [row for data in spec["datasets"].values() for row in data]
+        if "datasets" in spec
+        else (
+            [
+                row
+                for layer in [spec, *spec["layer"]]
+                for row in layer.get("data", {}).get("values", [])
+            ]
+        )
     )

@@ -61,8 +61,11 @@ def test_too_little_data_is_said_and_nothing_is_invented(tmp_path):
     [("32-true", "bad", "NOT under the target"), ("bf16-mixed", "plain", "precision bf16-mixed")],
 )
 def test_an_error_is_judged_in_fp32_only(tmp_path, precision, tone, words):
-    record(tmp_path / "a", metrics={"grad_error/dv": 2e-3, "grad_error/coverage": 0.25},
-           config__trainer={"precision": precision})
+    record(
+        tmp_path / "a",
+        metrics={"grad_error/dv": 2e-3, "grad_error/coverage": 0.25},
+        config__trainer={"precision": precision},
+    )
     found = sentences(tmp_path)["Gradients"]
     assert (found.tone, words in found.text) == (tone, True)
     assert "2e-3 (dv" in found.text and "At least 25% of the rows" in found.text
@@ -79,9 +82,16 @@ def test_lengths_at_which_dense_wins_are_named(tmp_path):
     sweep(tmp_path, lengths=(1024,))
     for length in (64, 128):
         for kind, (memory, speed) in {"flash": (9.0, 10.0), "dense": (1.0, 20.0)}.items():
-            record(tmp_path / f"{kind}{length}", attention=kind, length=length, metrics={
-                "memory/attention_peak_mib": memory, DENSE_TWIN: 1.0,
-                "throughput/tokens_per_s": speed})
+            record(
+                tmp_path / f"{kind}{length}",
+                attention=kind,
+                length=length,
+                metrics={
+                    "memory/attention_peak_mib": memory,
+                    DENSE_TWIN: 1.0,
+                    "throughput/tokens_per_s": speed,
+                },
+            )
     found = sentences(tmp_path)
     assert "At 1,024 tokens" in found["Memory"].text and "At 1,024 tokens" in found["Speed"].text
     assert "At 64 and 128 tokens flash needs more." in found["Memory"].text
@@ -97,8 +107,12 @@ def test_a_few_steps_are_not_blamed_for_learning_nothing(tmp_path):
 def test_each_device_gets_its_own_speed(tmp_path):
     sweep(tmp_path / "cpu")
     for kind in ("flash", "dense"):
-        record(tmp_path / kind, attention=kind, environment__gpu="Fast GPU",
-               metrics={"throughput/tokens_per_s": {"flash": 9e6, "dense": 3e6}[kind]})
+        record(
+            tmp_path / kind,
+            attention=kind,
+            environment__gpu="Fast GPU",
+            metrics={"throughput/tokens_per_s": {"flash": 9e6, "dense": 3e6}[kind]},
+        )
     speeds = [f.text for f in findings(read([tmp_path])) if f.topic == "Speed"]
     assert len(speeds) == 2 and "3.0x the speed (one run each), on Fast GPU." in speeds[0]
     assert "25x the speed (one run each), on Some CPU, 2 threads." in speeds[1]
@@ -106,8 +120,9 @@ def test_each_device_gets_its_own_speed(tmp_path):
 
 def test_repeats_become_a_median_with_spread_and_other_workloads_stay_apart(tmp_path):
     for seed, value in enumerate((1.0, 2.0, 9.0)):
-        record(tmp_path / f"s{seed}", metrics={"memory/attention_peak_mib": value},
-               config__seed=seed)
+        record(
+            tmp_path / f"s{seed}", metrics={"memory/attention_peak_mib": value}, config__seed=seed
+        )
     record(tmp_path / "wide", config__model={"embed_dim": 64})
     runs = read([tmp_path]).measured
     found = points(runs, "memory/attention_peak_mib", Variants(runs))
@@ -120,7 +135,9 @@ def test_a_token_budget_that_grows_with_the_length_is_one_workload(tmp_path):
     runs = read([sweep(tmp_path)]).measured
     assert {Variants(runs).workload(run) for run in runs} == {""}
     assert {point.series for point in memory_points(runs, Variants(runs))} == {
-        "flash", "dense", "dense twin"
+        "flash",
+        "dense",
+        "dense twin",
     }
 
 
@@ -134,11 +151,20 @@ def test_tiles_are_told_apart(tmp_path):
 
 def test_runs_that_did_not_finish_are_listed_and_left_out(tmp_path):
     sweep(tmp_path)
-    record(tmp_path / "f", attention="dense", length=2048, status="failed",
-           error={"type": "MemoryError", "message": "needs 9 GiB", "traceback": "Traceback: x"})
+    record(
+        tmp_path / "f",
+        attention="dense",
+        length=2048,
+        status="failed",
+        error={"type": "MemoryError", "message": "needs 9 GiB", "traceback": "Traceback: x"},
+    )
     for status in ("running", "interrupted"):
-        record(tmp_path / status, length=4096, status=status,
-               summary={"data/seq_len": 4096, "memory/attention_peak_mib": 16.0, DENSE_TWIN: 99.0})
+        record(
+            tmp_path / status,
+            length=4096,
+            status=status,
+            summary={"data/seq_len": 4096, "memory/attention_peak_mib": 16.0, DENSE_TWIN: 99.0},
+        )
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/result.json").write_text('{"schema_version": 1, "stat')
     (tmp_path / "binary").mkdir()
@@ -151,8 +177,12 @@ def test_runs_that_did_not_finish_are_listed_and_left_out(tmp_path):
     )
     assert "MemoryError: needs 9 GiB" in found["Runs"].text
     page = report.write([tmp_path]).read_text(encoding="utf-8")
-    for part in ("MemoryError: needs 9 GiB", "Traceback: x", str(tmp_path / "cut/result.json"),
-                 "schema_version is 2"):
+    for part in (
+        "MemoryError: needs 9 GiB",
+        "Traceback: x",
+        str(tmp_path / "cut/result.json"),
+        "schema_version is 2",
+    ):
         assert part in page
     assert all(part in report.as_text([tmp_path]) for part in ("needs 9 GiB", "unreadable"))
 
@@ -164,9 +194,16 @@ def test_junk_in_any_entry_never_stops_the_others(tmp_path):
     for key in keys:
         for number, value in enumerate(junk):
             record(tmp_path / f"{key}{number}", **{key: value})
-            record(tmp_path / f"in_{key}{number}", summary__x=value, environment__versions=value,
-                   environment__gpu=value, data__name=value, config__data={key: value},
-                   config__model={"window": value}, config__attention=value)
+            record(
+                tmp_path / f"in_{key}{number}",
+                summary__x=value,
+                environment__versions=value,
+                environment__gpu=value,
+                data__name=value,
+                config__data={key: value},
+                config__model={"window": value},
+                config__attention=value,
+            )
             record(tmp_path / f"of_{key}{number}", metrics=dict.fromkeys(METRICS, value))
     records = read([tmp_path])
     assert len(records.runs) + len(records.unreadable) == 6 + 3 * len(keys) * len(junk)

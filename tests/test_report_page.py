@@ -22,17 +22,29 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 def test_user_text_is_escaped_everywhere(tmp_path):
     for number, length in enumerate((256, 512)):
         for data in ("synthetic", NASTY):
-            record(tmp_path / f"{number}{data == NASTY}", length=length, name=NASTY,
-                   command=[NASTY], data__name=NASTY, environment__host=NASTY,
-                   environment__cpu=NASTY, config__data={"name": data, "seq_len": length})
-    record(tmp_path / "bad", status="failed", name=NASTY,
-           error={"type": NASTY, "message": NASTY, "traceback": NASTY})
+            record(
+                tmp_path / f"{number}{data == NASTY}",
+                length=length,
+                name=NASTY,
+                command=[NASTY],
+                data__name=NASTY,
+                environment__host=NASTY,
+                environment__cpu=NASTY,
+                config__data={"name": data, "seq_len": length},
+            )
+    record(
+        tmp_path / "bad",
+        status="failed",
+        name=NASTY,
+        error={"type": NASTY, "message": NASTY, "traceback": NASTY},
+    )
     (tmp_path / "bad/../unreadable<b>").mkdir()
     (tmp_path / "unreadable<b>/result.json").write_text("[]")
     write_curves(tmp_path / "0True")
     page = report.write([tmp_path]).read_text(encoding="utf-8")
-    assert "evil.example" in page and any("evil" in json.dumps(s) for s in specs(
-        tmp_path / "report.html").values())
+    assert "evil.example" in page and any(
+        "evil" in json.dumps(s) for s in specs(tmp_path / "report.html").values()
+    )
     assert "<img src=http" not in page and "unreadable<b>" not in page
     assert page.count("</script>") == 3  # the charts' data, the library, ours
 
@@ -114,11 +126,25 @@ def browse(page, tmp_path, extra=""):
     watched = tmp_path / "watched.html"
     watched.write_text(f"{head}{WATCH}<title>{tail}{extra}", encoding="utf-8")
     done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-         "--disable-background-networking", "--disable-component-update", "--no-first-run",
-         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}",
-         "--virtual-time-budget=6000", "--dump-dom", watched.as_uri()],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "HOME": str(tmp_path)},
+        [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--no-first-run",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=6000",
+            "--dump-dom",
+            watched.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "HOME": str(tmp_path)},
     )
     found = re.search(r'<html[^>]* data-seen="([^"]*)"', done.stdout)
     assert found, "the page's scripts did not run to the end"

@@ -11,8 +11,12 @@ from flashmod.report.text import columns, quantity, scientific
 
 NUMERIC = {"length", "bits/byte", "MiB", "dense MiB", "step MiB", "error", "tokens/s"}
 HEADINGS = {
-    "length": "length, tokens", "bits/byte": "validation bits/byte", "MiB": "attention MiB",
-    "dense MiB": "dense MiB", "step MiB": "whole step MiB", "error": "worst gradient error",
+    "length": "length, tokens",
+    "bits/byte": "validation bits/byte",
+    "MiB": "attention MiB",
+    "dense MiB": "dense MiB",
+    "step MiB": "whole step MiB",
+    "error": "worst gradient error",
 }
 
 
@@ -116,7 +120,8 @@ def _cells(run: Run) -> dict[str, tuple[str, Any]]:
     """Text and sort value of each cell."""
     cells: dict[str, tuple[str, Any]] = {key: (text, text) for key, text in columns(run).items()}
     raw = {
-        "length": run.seq_len, "error": cells["error"][0],
+        "length": run.seq_len,
+        "error": cells["error"][0],
         "bits/byte": run.summary.get("val/bits_per_byte"),
         "MiB": run.summary.get("memory/attention_peak_mib"),
         "dense MiB": run.summary.get("memory/dense_attention_peak_mib"),

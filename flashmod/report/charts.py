@@ -24,6 +24,7 @@ def altair() -> ModuleType:
     """
     try:
         import altair
+
         importlib.import_module("vl_convert")
     except ImportError as error:
         raise ImportError(
@@ -65,11 +66,15 @@ def by_length(points: Sequence[Point], unit: str, log: bool) -> Spec:
         detail="series:N",
     )
     spread = base.mark_rule(strokeWidth=1.5).encode(y=alt.Y("low:Q", **y), y2="high:Q")
-    marks = base.mark_point(size=64, strokeWidth=2).encode(
-        y=alt.Y("y:Q", **y),
-        fill=alt.Fill("series:N", scale=scale, legend=None),
-        fillOpacity=alt.condition("datum.predicted", alt.value(0), alt.value(1)),
-    ).add_params(pick)
+    marks = (
+        base.mark_point(size=64, strokeWidth=2)
+        .encode(
+            y=alt.Y("y:Q", **y),
+            fill=alt.Fill("series:N", scale=scale, legend=None),
+            fillOpacity=alt.condition("datum.predicted", alt.value(0), alt.value(1)),
+        )
+        .add_params(pick)
+    )
     return finish(alt.layer(line, spread, marks), height=320)
 
 
@@ -79,15 +84,19 @@ def errors(points: Sequence[Point], domain: tuple[float, float], target: float |
     rows = [_row(point, "") | {"quantity": point.metric.split("/")[1]} for point in points]
     names = ["out", "dq", "dk", "dv"]
     y = alt.Y(
-        "y:Q", scale=alt.Scale(type="log", domain=list(domain), nice=False),
+        "y:Q",
+        scale=alt.Scale(type="log", domain=list(domain), nice=False),
         axis=alt.Axis(title="largest relative error", format="~e", values=_decades(*domain)),
     )
     colour = alt.Color(
-        "quantity:N", legend=legend(names),
+        "quantity:N",
+        legend=legend(names),
         scale=alt.Scale(domain=names, range=["#6c7a89", "#2f7ed8", "#e4572e", "#1f9d76"]),
     )
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=length_axis(points), y=y, color=colour,
+        x=length_axis(points),
+        y=y,
+        color=colour,
         tooltip=[alt.Tooltip(f"{name}:N") for name in ("quantity", "length", "value", "runs")],
     )
     layers = [base.mark_line(strokeWidth=2), base.mark_point(size=50, filled=True, opacity=1)]
@@ -137,9 +146,15 @@ def _row(point: Point, unit: str) -> dict[str, Any]:
     how = " (predicted)" if point.predicted else ""
     spread = f", {point.low:,.4g} to {point.high:,.4g}" if point.runs > 1 else ""
     return {
-        "x": point.seq_len, "y": point.value, "low": point.low, "high": point.high,
-        "series": point.series, "predicted": point.predicted, "length": f"{point.seq_len:,}",
-        "value": f"{point.value:,.4g} {unit}{how}", "runs": f"{point.runs}{spread}",
+        "x": point.seq_len,
+        "y": point.value,
+        "low": point.low,
+        "high": point.high,
+        "series": point.series,
+        "predicted": point.predicted,
+        "length": f"{point.seq_len:,}",
+        "value": f"{point.value:,.4g} {unit}{how}",
+        "runs": f"{point.runs}{spread}",
     }
 
 

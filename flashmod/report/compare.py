@@ -36,8 +36,12 @@ def pairs(
     """
     for rival in rivals:
         both = [
-            (a, b) for a in found for b in found
-            if a.kind == "flash" and b.kind == rival and b.predicted == predicted
+            (a, b)
+            for a in found
+            for b in found
+            if a.kind == "flash"
+            and b.kind == rival
+            and b.predicted == predicted
             and (a.workload, a.seq_len) == (b.workload, b.seq_len)
         ]
         if both:

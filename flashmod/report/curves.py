@@ -58,7 +58,9 @@ def _chart(rows: list[dict[str, Any]], labels: list[str], entropies: list[float]
     scale = alt.Scale(domain=names, range=list(PALETTE[: len(names)]))
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X("step:Q", axis=alt.Axis(title="training step", tickMinStep=1, tickCount=8)),
-        y=y, color=alt.Color(f"{key}:N", scale=scale, legend=legend(names)), detail="run:N",
+        y=y,
+        color=alt.Color(f"{key}:N", scale=scale, legend=legend(names)),
+        detail="run:N",
         tooltip=["run:N", "split:N", "step:Q", alt.Tooltip("y:Q", title="bits/byte", format=".3f")],
     )
     train = base.transform_filter("datum.split == 'train'")
@@ -102,9 +104,7 @@ def _thin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """At most ``MAX_POINTS`` rows, each the mean of its neighbours so that no spike is hidden."""
     size = -(-len(rows) // MAX_POINTS)
     groups = (rows[n : n + size] for n in range(0, len(rows), max(size, 1)))
-    return [
-        group[-1] | {"y": sum(row["y"] for row in group) / len(group)} for group in groups
-    ]
+    return [group[-1] | {"y": sum(row["y"] for row in group) / len(group)} for group in groups]
 
 
 def _number(text: str | None) -> float | None:

@@ -46,8 +46,12 @@ def _memory(memory: Sequence[Point]) -> Finding:
         predicted = []
     shown = [found[-1] for found in (measured, predicted) if found]
     if not shown:
-        return Finding("missing", "Memory", "Not enough data: no length has both a flash and a "
-                       "dense figure, so the two cannot be compared.")
+        return Finding(
+            "missing",
+            "Memory",
+            "Not enough data: no length has both a flash and a "
+            "dense figure, so the two cannot be compared.",
+        )
     flash, dense = shown[0]
     tone = "good" if dense.value > flash.value else "bad"
     shorter = listed([a.seq_len for a, b in measured[:-1] if a.value > b.value])
@@ -70,15 +74,20 @@ def _memory_text(flash: Point, dense: Point) -> str:
 def _growth(memory: Sequence[Point]) -> Finding:
     rates = growths(memory)
     if not rates:
-        return Finding("missing", "Growth", "Not enough data: one length only, so how memory grows "
-                       f"with the length cannot be told; {SWEEP_HINT}.")
+        return Finding(
+            "missing",
+            "Growth",
+            "Not enough data: one length only, so how memory grows "
+            f"with the length cannot be told; {SWEEP_HINT}.",
+        )
     parts = [
         f"{rate.per_doubling:.1f}x for {rate.kind}{' (predicted)' if rate.predicted else ''}"
         for rate in rates
     ]
     first, last = rates[0].first, rates[0].last
     return Finding(
-        "plain", "Growth",
+        "plain",
+        "Growth",
         f"Per doubling of the length (from {first.seq_len:,} to {last.seq_len:,} tokens) the "
         f"memory of attention grows {' and '.join(parts)}. Linear is 2x, quadratic "
         f"4x.{_where(first)}",
@@ -88,8 +97,13 @@ def _growth(memory: Sequence[Point]) -> Finding:
 def _errors(runs: Sequence[Run]) -> list[Finding]:
     flash = [run for run in runs if run.attention == "flash" and worst_error(run) is not None]
     if not flash:
-        return [Finding("missing", "Gradients", "Not enough data: no finished flash run recorded "
-                        "its gradient error.")]
+        return [
+            Finding(
+                "missing",
+                "Gradients",
+                "Not enough data: no finished flash run recorded its gradient error.",
+            )
+        ]
     found = []
     for precision in sorted({run.precision for run in flash}):
         group = [run for run in flash if run.precision == precision]
@@ -104,11 +118,14 @@ def _errors(runs: Sequence[Run]) -> list[Finding]:
             side = "under" if tone == "good" else "NOT under"
             verdict = f" in fp32, {side} the target of {scientific(FP32_TARGET)}"
         length = f" at {worst.seq_len:,} tokens" if worst.seq_len else ""
-        found.append(Finding(
-            tone, "Gradients",
-            f"The largest error of flash against dense float64 is {scientific(value)} ({name}"
-            f"{length}){verdict}.{checked}",
-        ))
+        found.append(
+            Finding(
+                tone,
+                "Gradients",
+                f"The largest error of flash against dense float64 is {scientific(value)} ({name}"
+                f"{length}){verdict}.{checked}",
+            )
+        )
     return found
 
 
@@ -123,18 +140,21 @@ def _speed(runs: Sequence[Run], variants: Variants) -> Finding:
         but = f" At {shorter} tokens dense is faster." if shorter else ""
         once = " (one run each)" if flash.runs == dense.runs == 1 else ""
         return Finding(
-            "plain", "Speed",
+            "plain",
+            "Speed",
             f"At {flash.seq_len:,} tokens training runs at {flash.value:,.0f} tokens/s with flash "
             f"and {dense.value:,.0f} with dense{change}{once}, on {device}."
             f"{but}{_where(flash, known=device)}",
         )
     flash_only = [point for point in speed if point.kind == "flash"]
     if not flash_only:
-        return Finding("missing", "Speed", "Not enough data: no finished flash run recorded its "
-                       "throughput.")
+        return Finding(
+            "missing", "Speed", "Not enough data: no finished flash run recorded its throughput."
+        )
     longest = max(flash_only, key=lambda point: point.seq_len)
     return Finding(
-        "plain", "Speed",
+        "plain",
+        "Speed",
         f"Flash trains at {longest.value:,.0f} tokens/s at {longest.seq_len:,} tokens, on {device};"
         " no dense run of the same set-up is here to compare with.",
     )
@@ -177,7 +197,8 @@ def _states(records: Records) -> Finding:
     if not parts:
         return Finding("plain", "Runs", f"All {total} finished." if total > 1 else "It finished.")
     return Finding(
-        "bad" if records.unreadable or counts["failed"] else "plain", "Runs",
+        "bad" if records.unreadable or counts["failed"] else "plain",
+        "Runs",
         f"{counts['ok']} of {total} finished; {', '.join(parts)} (left out of all figures here, "
         f"listed below).{_first_failure(records.runs)}",
     )

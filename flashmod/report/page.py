@@ -17,8 +17,7 @@ from flashmod.report.series import Variants
 
 # No request can leave the page: everything it needs is in the file.
 POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "img-src data: blob:"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 )
 MAX_COMMANDS = 12
 
@@ -37,8 +36,10 @@ def render(records: Records, source: str, made_by: str) -> str:
     runs = records.measured
     variants = Variants(runs)
     sections = [
-        memory_section(runs, variants), error_section(runs, variants),
-        speed_section(runs, variants), _training(records.runs),
+        memory_section(runs, variants),
+        error_section(runs, variants),
+        speed_section(runs, variants),
+        _training(records.runs),
     ]
     shown = [section for section in sections if section is not None]
     specs = {key: spec for section in shown for key, spec in section.specs.items()}
@@ -71,7 +72,8 @@ def _subtitle(runs: Sequence[Run], source: str) -> str:
     parts = [
         " and ".join(devices[:3]) + (" and others" if len(devices) > 3 else ""),
         f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits",
-        source, f"made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        source,
+        f"made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     ]
     return " \u00b7 ".join(part for part in parts if part and part != "0 commits")
 

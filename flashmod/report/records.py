@@ -116,8 +116,9 @@ def _read_one(path: Path, records: Records) -> None:
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(
-                "not a flashmod run record: no schema_version" if version is None else
-                f"schema_version is {version!r}, this flashmod reads {SCHEMA_VERSION}"
+                "not a flashmod run record: no schema_version"
+                if version is None
+                else f"schema_version is {version!r}, this flashmod reads {SCHEMA_VERSION}"
             )
         records.runs.append(_parse(path, content))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -137,8 +138,17 @@ def _parse(path: Path, content: dict[str, Any]) -> Run:
         path=path,
         name=str(content.get("name") or path.parent.name),
         status=str(content.get("status") or "unknown"),
-        attention=str(_first(config, "attention.kind", "model.attention.kind", "attention.name",
-                             "model.attention", "attention") or "unknown"),
+        attention=str(
+            _first(
+                config,
+                "attention.kind",
+                "model.attention.kind",
+                "attention.name",
+                "model.attention",
+                "attention",
+            )
+            or "unknown"
+        ),
         seq_len=int(length) if length and length >= 1 else None,
         tiles=_tiles(config),
         precision=str(_first(config, "trainer.precision", "precision") or "not recorded"),
