@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import ``flashmod.models`` and ``flashmod.report`` on first use: most programs need neither."""
+    """Import ``flashmod.models`` and ``flashmod.report`` on first use; most programs need none."""
     if name in ("models", "report"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return f"; known here: {', '.join(names)}" if 0 < len(names) <= 12 else ""
 
 
-def keys_of(cls: type, prefix: str = "") -> list[str]:
+def keys_of(cls: Any, prefix: str = "") -> list[str]:
     """The dotted names of every value that dataclass ``cls`` takes."""
     names: list[str] = []
     for name, kind in get_type_hints(cls).items():
