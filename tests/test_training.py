@@ -217,6 +217,7 @@ def test_lightning_reshuffles_every_epoch(tmp_path) -> None:
     assert sorted(chain.from_iterable(first)) == sorted(chain.from_iterable(second))
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 @pytest.mark.parametrize("stop", [5, 20])
 def test_resume_in_the_middle_of_an_epoch_is_exact(tmp_path, stop) -> None:
     def run(name: str, *callbacks: pl.Callback, **kwargs: Any) -> Recording:
