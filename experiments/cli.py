@@ -65,8 +65,8 @@ def _launch(arguments: list[str]) -> int:
             sweeps.finish(interrupted=True)
             console.say(f"{PROGRAM}: {stop}")
             return stop.exit_code
-        except jobs.JobFailedError:
-            return 1
+        except jobs.RunEnded as ended:
+            return 1 if ended.told else console.report_failure(PROGRAM, ended.error)
         except Exception as error:
             return console.report_failure(PROGRAM, error)
 

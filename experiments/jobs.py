@@ -13,13 +13,14 @@ import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.loggers import Logger
 
 from flashmod.experiments import assemble, console, interrupts, sweeps
 from flashmod.training import wandb_run
 from flashmod.training.data import load_corpus
 from flashmod.training.environment import unused_nvidia_gpu
-from flashmod.training.records import RunRecord
+from flashmod.training.records import RunRecord, read_record
 from flashmod.training.schema import ConfigError, build
 from flashmod.training.settings import TrainConfig
 from flashmod.training.summary import summary_rows
@@ -28,15 +29,25 @@ from flashmod.training.tracking import MetricsCsv
 logger = logging.getLogger(__name__)
 
 
-class JobFailedError(Exception):
-    """A run failed and has said so: nothing is left to tell."""
+class RunEnded(BaseException):
+    """Carries the error of a single run past Hydra, which would print a line about an Exception.
+
+    ``told`` says that the user has been told of it.
+    """
+
+    def __init__(self, error: Exception, *, told: bool) -> None:
+        super().__init__(str(error))
+        self.error, self.told = error, told
 
 
 def run_job(cfg: DictConfig) -> None:
     """What Hydra runs, once or for each job of a sweep."""
     console.quiet_libraries()  # a worker of a parallel launcher has not done so yet
     place = HydraConfig.get()
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise RunEnded(error, told=False) from error
     overrides = list(place.overrides.task)
     sweeping = place.mode == RunMode.MULTIRUN
     job = functools.partial(
@@ -53,12 +64,12 @@ def run_job(cfg: DictConfig) -> None:
         directory = Path(place.runtime.output_dir)
         try:
             record = job(directory)
-        except ConfigError:
-            shutil.rmtree(directory, ignore_errors=True)  # nothing was started
-            raise
+        except ConfigError as error:
+            raise RunEnded(error, told=False) from error
         except Exception as error:
             logger.exception("%s: %s", type(error).__name__, error)
-            raise JobFailedError(directory) from error
+            logger.info("its traceback lies in %s", console.near(directory / "result.json"))
+            raise RunEnded(error, told=True) from error
         console.show_summary(summary_rows(record), directory, report=values["report"])
 
 
@@ -93,7 +104,8 @@ def train(
             record.start()
             record.finish("failed", error)
         raise
-    _clean(directory)
+    if config.ckpt_path is None and read_record(directory):
+        _clean(directory)
     record.start()
     if hint := unused_nvidia_gpu():
         logger.warning("%s", hint)
