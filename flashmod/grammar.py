@@ -17,11 +17,12 @@ _REMEDY = {
     ast.Lambda: "write a def",
     ast.Call: "only maximum, minimum and where may be called",
     ast.Attribute: "use operators on the arguments only",
+    ast.AugAssign: "write x = x + y: in place would change the positions of the caller",
     ast.Subscript: "hand numbers in through fn_args",
 }
 _ALLOWED = (
     ast.BinOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.Tuple, ast.Assign,
-    ast.AugAssign, ast.Return,
+    ast.Return,
     ast.operator, ast.unaryop, ast.cmpop, ast.expr_context, ast.Expr, ast.arguments, ast.arg,
 )  # fmt: skip
 

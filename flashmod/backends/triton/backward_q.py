@@ -95,9 +95,10 @@ def dq_kernel(
     own = (first, limits.q_len)
     side = query_side(operands, stats, sequence, head, heads, rows, own, BLOCK_M, BLOCK_D, BLOCK_V)
     at = first.to(tl.int64)
-    q = load_tile(side.q + at * side.q_stride, in_q, HEAD_DIM, True)
-    grad_out = load_tile(side.grad_out + at * side.grad_stride, in_q, V_DIM, True)
-    row_stats = load_row_stats(side, query.idx, in_q, True)
+    sees = query.lo < query.hi
+    q = load_tile(side.q + at * side.q_stride, sees, HEAD_DIM, True)
+    grad_out = load_tile(side.grad_out + at * side.grad_stride, sees, V_DIM, True)
+    row_stats = load_row_stats(side, query.idx, sees, True)
 
     seen, cuts = seen_keys(first, limits, mask, BLOCK_M, BLOCK_N)
     keys = key_side(operands, sequence, head // GROUP, seen, BLOCK_N, BLOCK_D, BLOCK_V)

@@ -72,7 +72,7 @@ def forward_kernel(
     in_q = query.idx < limits.q_len
     batch, row = sequence.q_batch, sequence.q_row
     pointers = tile_pointers(operands.q, batch, row, head, query.idx, BLOCK_D)
-    q = load_tile(pointers, in_q, HEAD_DIM, True)
+    q = load_tile(pointers, query.lo < query.hi, HEAD_DIM, True)
     q = tl.where(score_scale < 0, -q, q)  # so that the largest product is the largest logit
     accumulate: tl.constexpr = stats.row_max.dtype.element_ty
     scale = tl.abs(tl.full((), score_scale, accumulate))

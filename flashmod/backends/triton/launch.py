@@ -8,18 +8,18 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from ...masks import registered_mask_fn
-from ...spec import AttentionCall, TileConfig, bind
+from ...spec import AttentionCall, TileConfig
 from . import schedule
 from .arguments import DropoutArg, MaskArg, Operands, RowStats, SequenceTable, TensorArg
 from .backward_kv import dkv_kernel
 from .backward_q import delta_kernel, dq_kernel
 from .forward import forward_kernel
-from .masking import DEVICE_NAMES
+from .mask_functions import compiled_mask_fn
 from .tiles import choose
 
 logger = logging.getLogger(__name__)
@@ -158,13 +158,6 @@ def _mask(call: AttentionCall) -> MaskArg:
     return MaskArg(fn, tuple(call.mask_args), call.key_mask, strides)
 
 
-@cache
-def compiled_mask_fn(key: str) -> Any:
-    """The registered function as a device function; one per key, or every call would compile."""
-    fn = registered_mask_fn(key)
-    return getattr(bind(DEVICE_NAMES, triton.jit, {fn.__name__: fn}), fn.__name__)
-
-
 def _dropout(call: AttentionCall) -> DropoutArg:
     if call.dropout_seed is None:
         return DropoutArg(None, 0)
@@ -177,7 +170,7 @@ def _score_scale(call: AttentionCall) -> float:
 
 def _precision(dtype: torch.dtype) -> str:
     """Follow torch's own setting for float32 products; other dtypes have no choice."""
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
 
 
@@ -186,4 +179,5 @@ def _padded(size: int) -> int:
 
 
 def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    """Launch on the tensor's device; the interpreter computes as quietly as a device does."""
+    return torch.cuda.device(x.device) if x.is_cuda else np.errstate(all="ignore")

@@ -14,13 +14,18 @@ from ...spec import AttentionCall, TileConfig
 _HALF = {
     # architecture -> kernel -> largest head dimension -> tiles
     "sm_80": {
-        "forward": {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
+        "forward": {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
         "dq": {64: (128, 32, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
         "dkv": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 1)},
     },
     "sm_90": {
         "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
-        "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
+        "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
+        "dkv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 1)},
+    },
+    "sm_100": {
+        "forward": {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+        "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
         "dkv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 1)},
     },
     "gfx942": {
@@ -30,9 +35,9 @@ _HALF = {
     },
 }
 _WIDE = {  # float32 and float64, by bytes per row of the head dimension
-    256: (64, 32, 4, 2),
-    512: (32, 32, 4, 2),
-    1024: (32, 16, 4, 1),
+    256: (32, 32, 8, 2),
+    512: (32, 32, 8, 1),
+    1024: (16, 16, 4, 1),
     2048: (16, 16, 4, 1),
 }
 _INTERPRETER = TileConfig(32, 32, 4, 1)
@@ -73,10 +78,13 @@ def table() -> dict[str, TileConfig]:
 
 
 def _family(architecture: str) -> str:
-    """The table that serves a device: its own, or that of the nearest older one."""
+    """The table that serves a device. Consumer cards (sm_86, sm_89, sm_120) use that of sm_80."""
     if not architecture.startswith("sm_"):
         return "gfx942"
-    return "sm_80" if int(architecture[3:]) < 90 or int(architecture[3:]) >= 120 else "sm_90"
+    number = int(architecture[3:])
+    if number < 90 or number >= 120:
+        return "sm_80"
+    return "sm_90" if number < 100 else "sm_100"
 
 
 def _smallest(table: dict[int, tuple[int, int, int, int]], size: int) -> tuple[int, int, int, int]:

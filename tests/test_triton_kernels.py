@@ -1,0 +1,213 @@
+"""What only the kernels can get wrong, in Triton's interpreter; the table is in test_backends."""
+
+import logging
+import mmap
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cases import SEED, Inputs, cu_seqlens, reference_attention, run
+
+from flashmod import Mask, TileConfig
+from flashmod.backends.triton import launch, schedule, unsupported_reasons
+from flashmod.backends.triton.arguments import DropoutArg, MaskArg, Sequence
+from flashmod.backends.triton.masking import kept, query_tile
+from flashmod.functional import prepare
+from flashmod.reference import kept as kept_by_definition
+from flashmod.spec import Limits, spans
+
+TINY = TileConfig(16, 16)
+
+
+def tensors(rows=19, kv_rows=23, heads=(2, 1), dims=(8, 8), dtype=torch.float32):
+    """q, k, v, grad_out, grad_lse of one sequence."""
+    shapes = ((rows, heads[0], dims[0]), (kv_rows, heads[1], dims[0]), (kv_rows, heads[1], dims[1]))
+    q, k, v = (torch.randn(1, *shape, dtype=dtype) for shape in shapes)
+    grad_out = torch.randn(1, rows, heads[0], dims[1], dtype=dtype)
+    return q, k, v, grad_out, torch.randn(1, heads[0], rows, dtype=dtype)
+
+
+def assert_equals_definition(inputs, tiles=TINY, tolerance=2e-6):
+    got = run(inputs, backend="triton", tiles=tiles)
+    truth = run(inputs.promoted(), reference_attention)
+    for name, x, y in zip(got._fields, got, truth, strict=True):
+        assert torch.equal(x.isinf(), y.isinf()), name
+        x, y = x.masked_fill(x.isinf(), 0).double(), y.masked_fill(y.isinf(), 0)
+        error = (x - y).abs().max() / y.abs().max().clamp(min=1)
+        assert error <= tolerance, f"{name}: {error}"
+    return got
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (5, 3), (16, 40), (40, 16), (64, 64)], ids=str)
+def test_head_dimensions(dims):
+    inputs = Inputs(*tensors(dims=dims), {"mask": Mask(causal=True)})
+    assert_equals_definition(inputs)
+
+
+def test_largest_head_dimension():
+    inputs = Inputs(*tensors(rows=3, kv_rows=4, dims=(256, 200)), {})
+    assert_equals_definition(inputs, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 1e-8])
+def test_scale_of_any_sign(scale):
+    """The running maximum is that of the logits, also where the scale turns products around."""
+    inputs = Inputs(*tensors(), {"mask": Mask(window=(6, 6)), "softmax_scale": scale})
+    assert_equals_definition(inputs)
+
+
+@pytest.mark.parametrize("largest", [1e4, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_logits(largest, dtype):
+    """Finite, and as exact as the logits themselves are in that dtype."""
+    inputs = Inputs(*tensors(dtype=dtype), {"mask": Mask(causal=True)})
+    logits = torch.einsum("bqhd,bkd->bhqk", inputs.q, inputs.k[:, :, 0]).abs().max()
+    inputs.kwargs["softmax_scale"] = float(largest / logits)
+    eps = torch.finfo(dtype).eps
+    got = run(inputs, backend="triton", tiles=TINY)
+    assert all(x[x != -torch.inf].isfinite().all() for x in got)
+    truth = run(inputs.promoted(), reference_attention)
+    for x, y in zip(got, truth, strict=True):
+        unit = y[y.isfinite()].abs().max() + float(largest / logits)
+        error = (x - y)[y.isfinite()].abs().max() / unit
+        assert error <= 16 * eps * largest
+
+
+def test_blocks_of_queries_and_keys_of_any_ratio():
+    inputs = Inputs(*tensors(rows=50, kv_rows=70, heads=(1, 1)), {"mask": Mask(window=(20, 9))})
+    for tiles in ((16, 64), (64, 16), (128, 32)):
+        assert_equals_definition(inputs, TileConfig(*tiles))
+
+
+def remainders(batch, head, q_idx, kv_idx, step, width):
+    offset = kv_idx - q_idx
+    return (offset % step < width) & ((offset // 3 + batch) % 2 == 0) | (offset % 3.5 < 1)
+
+
+@pytest.mark.parametrize("fn_args", [(5, 3), (-4, -1), (2.5, 1.25)], ids=str)
+def test_remainders_of_negative_offsets_round_down(fn_args):
+    """Triton rounds towards zero, Python and torch round down; a mask function means the latter."""
+    mask = Mask(fn=remainders, fn_args=fn_args)
+    assert_equals_definition(Inputs(*tensors(), {"mask": mask}), TileConfig(32, 32))
+
+
+def test_row_offsets_past_two_gigabytes():
+    """pytorch/pytorch#190857: 32-bit offsets read elsewhere. The pages between stay untouched."""
+    stride = 2**29 + 8
+    pages = mmap.mmap(-1, 5 * stride * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    far = torch.frombuffer(pages, dtype=torch.float16).as_strided((1, 5, 1, 16), (0, stride, 0, 1))
+    q, k, v, grad_out, _ = tensors(5, 5, (1, 1), (16, 16), torch.float16)
+    near = Inputs(q, k, v, grad_out, torch.randn(1, 1, 5), {})
+    for name in ("q", "k", "v", "grad_out"):
+        x = getattr(near, name)
+        far.copy_(x)
+        moved = run(near._replace(**{name: far}), backend="triton", tiles=TINY)
+        for a, b in zip(moved, run(near, backend="triton", tiles=TINY), strict=True):
+            assert torch.equal(a, b), name
+
+
+@triton.jit
+def _store_kept(
+    seed, out, transposed, threshold, head, q_first, kv_first,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    sequence = Sequence(head * 0 + 5, 0, 0, 0, 0, Limits(99, 0, 99, 99, 0, 0, 99))
+    dropout = DropoutArg(seed, threshold)
+    query = query_tile(q_first, sequence, head, dropout, BLOCK_M)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    keep = kept(query.dropout_keys, kv_first, dropout, BLOCK_N, False)
+    tl.store(out + m[:, None] * BLOCK_N + n[None, :], keep)
+    keep = kept(query.dropout_keys, kv_first, dropout, BLOCK_N, True)
+    tl.store(transposed + m[None, :] * BLOCK_N + n[:, None], keep)
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 64), (64, 16)], ids=str)
+def test_dropout_bits_are_those_of_the_definition_in_both_orientations(blocks):
+    q, k = torch.zeros(1, 99, 3, 4), torch.zeros(1, 99, 1, 4)
+    ready = prepare(
+        q, k, k, dropout_p=0.3, dropout_seed=SEED, sequence_ids=torch.tensor([5], dtype=torch.int32)
+    )
+    call, (block_m, block_n) = ready.call, blocks
+    for head, q_first, kv_first in ((0, 0, 0), (2, 16, 32)):
+        own = slice(q_first, q_first + block_m), slice(kv_first, kv_first + block_n)
+        truth = kept_by_definition(call, spans(call, q, k)[0], 3, torch.arange(99), 99)[head][own]
+        out, transposed = (torch.zeros(blocks, dtype=torch.int8) for _ in range(2))
+        seed, threshold = call.dropout_seed.reshape(1).view(torch.int32), call.dropout_threshold
+        _store_kept[(1,)](seed, out, transposed, threshold, head, q_first, kv_first, *blocks)
+        assert torch.equal(out.bool(), truth) and torch.equal(transposed.bool(), truth)
+
+
+LENGTHS = ((7, 0, 40, 1), (16, 5, 0, 33))
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_work_lists_hold_every_tile_once_longest_first(block):
+    q_cu, kv_cu = (cu_seqlens(lengths) for lengths in LENGTHS)
+    q, k = torch.zeros(60, 1, 4), torch.zeros(60, 1, 4)  # slack past the last sequence
+    mask = Mask(causal=True)
+    call = prepare(q, k, k, mask=mask, cu_seqlens_q=q_cu, cu_seqlens_k=kv_cu).call
+    lists = (schedule.query_tiles(call, 60, block), schedule.key_tiles(call, 60, block))
+    for lengths, work in zip(LENGTHS, lists, strict=True):
+        real = [(n, first) for n, first in work.tolist() if first < lengths[n]]
+        assert sorted(real) == [
+            (n, first) for n in range(4) for first in range(0, lengths[n], block)
+        ]
+        assert work[: len(real)].tolist() == [list(tile) for tile in real]
+        assert len(work) == -(-60 // block) + 4
+    causal = prepare(q[None], q[None], q[None], mask=mask).call
+    firsts = schedule.query_tiles(causal, 60, 16)[:4, 1].tolist()
+    assert firsts == [48, 32, 16, 0]  # the last queries see most keys
+    assert schedule.key_tiles(causal, 60, 16)[:4, 1].tolist() == firsts[::-1]
+
+
+def test_work_lists_ask_nothing_of_the_host():
+    """On the meta device every read of a value raises."""
+    x = torch.zeros(2, 40, 1, 4)
+    call = prepare(x, x, x).call
+    call = call._replace(
+        **{name: t.to("meta") for name, t in call._asdict().items() if isinstance(t, torch.Tensor)}
+    )
+    assert schedule.query_tiles(call, 80, 16).shape == (7, 2)
+    assert schedule.key_tiles(call, 80, 16).shape == (7, 2)
+
+
+def test_mask_argument_of_a_plain_call_holds_nothing():
+    x = torch.zeros(1, 4, 1, 4)
+    assert launch._mask(prepare(x, x, x).call) == MaskArg(None, (), None, ())
+
+
+def test_strides_of_single_rows_never_ask_for_a_compile():
+    x = torch.zeros(1, 1, 1, 8).as_strided((1, 1, 1, 8), (999, 77, 5, 1))
+    assert launch._arg(x).strides == (0, 0, 0, 1)
+
+
+def test_float32_products_follow_torch():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "ieee"
+        assert launch._precision(torch.float32) == "ieee"
+        matmul.fp32_precision = "tf32"
+        assert launch._precision(torch.float32) == "tf32"
+        assert launch._precision(torch.float64) == launch._precision(torch.float16) == "ieee"
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_reasons_name_what_is_wrong():
+    x = torch.zeros(1, 4, 1, 257)
+    ready = prepare(x, x, x, tiles=TileConfig(24, 8))
+    reasons = unsupported_reasons(*ready)
+    assert "head dimension D = 257 is not within 1..256" in reasons
+    assert "tiles 24x8 are not powers of two of 16 or more" in reasons
+    assert unsupported_reasons(*prepare(x[..., :8], x[..., :8], x[..., :8])) == []
+
+
+def test_one_line_before_a_first_compile(caplog):
+    caplog.set_level(logging.INFO, "flashmod")
+    launch._announce.cache_clear()
+    x = torch.zeros(1, 4, 1, 8)
+    for rows in (4, 2, 3):
+        launch.forward(*prepare(x[:, :rows], x, x, tiles=TINY))
+    assert len([r for r in caplog.records if "forward_kernel" in r.message]) == 1
