@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .functional import flash_attention, prepare
-from .layouts import Layout, Tokens
+from .layouts import Layout, Tokens, check_widths
 from .masks import Mask
 from .ops import draw_seed
 from .reference import call_weights
@@ -110,8 +110,9 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             query, key, value: (L, N, E), (N, L, E) with ``batch_first``, or unbatched (L, E), as in
                 torch; (T, E) packed with ``cu_seqlens``. key and value default to query.
             key_padding_mask: (N, S), True (or -inf) = hidden key. Limits keys only, as in torch.
-            need_weights: also return the attention weights, quadratic in memory. Default: True, as
-                in torch, but False for packed input, which has none.
+            need_weights: also return the attention weights, quadratic in memory and a graph break
+                under ``torch.compile``. Default: True, as in torch, but False for packed input,
+                which has none.
             attn_mask: read only as torch reads it together with ``is_causal``; otherwise not
                 supported yet: say it with ``mask=Mask(...)``.
             average_attn_weights: average the weights over heads.
@@ -129,13 +130,14 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         value = key if value is None else value
         tokens = Tokens(key_padding_mask, cu_seqlens, lengths)
         need_weights = not tokens.packed if need_weights is None else need_weights
-        tokens.check(query, key, value, self.num_heads)
+        tokens.check(query, key, value, self.num_heads, self.batch_first)
+        check_widths(query, key, value, self.embed_dim, self.kdim, self.vdim)
         self._check_masks(tokens, attn_mask, is_causal, need_weights)
         layout = Layout(tokens.packed, query.dim() == 3, self.batch_first)
         q, k, v = self.project(*tokens.without_slack(*layout.enter_all(query, key, value)))
         arguments: dict[str, Any] = {
             "mask": self._mask(is_causal, q.shape[-3], k.shape[-3]),
-            "attn_mask": tokens.visible_keys(query.dtype),
+            "attn_mask": tokens.visible_keys(k),
             "cu_seqlens_q": cu_seqlens,
             "lengths_q": lengths,
             "lengths_k": lengths,
@@ -199,6 +201,7 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             )
         return dataclasses.replace(self.mask, causal=True)
 
+    @torch.compiler.disable  # it reads lengths on the host
     def _weights(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], average: bool
     ) -> Tensor:

@@ -48,7 +48,8 @@ def _raise_first_bad(name: str, starts: Tensor, lengths: Tensor, good: Tensor, r
             f"sequence {n} of {name} has length {length}: cu_seqlens_{name} must not decrease and "
             f"lengths_{name} must be 0 or more"
         )
+    end = start % max(rows, 1) + length
     raise ValueError(
-        f"sequence {n} of {name} ends at row {start + length}, but {name} has {rows} rows: "
+        f"sequence {n} of {name} ends at row {end}, but {name} has {rows} rows: "
         f"check cu_seqlens_{name} or lengths_{name}"
     )

@@ -26,7 +26,9 @@ class Tokens(NamedTuple):
         """Whether every row of the batch is a token."""
         return all(field is None for field in self)
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> None:
+    def check(
+        self, query: Tensor, key: Tensor, value: Tensor, num_heads: int, batch_first: bool
+    ) -> None:
         """Refuse what does not fit, with torch's own messages where torch has one."""
         if query.is_nested:
             raise NotImplementedError(
@@ -50,6 +52,11 @@ class Tokens(NamedTuple):
         else:
             shape_check = F._mha_shape_check  # type: ignore[attr-defined]
             shape_check(query, key, value, self.key_padding_mask, None, num_heads)
+        if self.lengths is not None:
+            batch = query.shape[not batch_first]
+            if self.lengths.shape != (batch,):
+                got = tuple(self.lengths.shape)
+                raise ValueError(f"lengths must be ({batch},), one per sequence, got {got}")
 
     def without_slack(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """(..., L, E) with rows that are no token set to 0, in value and gradient.
@@ -65,12 +72,19 @@ class Tokens(NamedTuple):
             return tensors
         return _each_once(lambda x: torch.where(valid, x, 0.0), *tensors)
 
-    def visible_keys(self, dtype: torch.dtype) -> Tensor | None:
-        """``key_padding_mask`` as an ``attn_mask``: (N, 1, 1, S), True = visible."""
+    def visible_keys(self, k: Tensor) -> Tensor | None:
+        """As ``attn_mask``: (N, 1, 1, S), True = visible; k is (N, S, H_kv, D)."""
         if self.key_padding_mask is None:
             return None
-        mask = F._canonical_mask(self.key_padding_mask, "key_padding_mask", None, "", dtype)
+        mask = F._canonical_mask(self.key_padding_mask, "key_padding_mask", None, "", k.dtype)
         assert mask is not None
+        mask = mask.reshape(-1, mask.shape[-1])
+        for axis in (0, 1):
+            if mask.shape[axis] != k.shape[axis]:
+                raise AssertionError(
+                    f"Expected key_padded_mask.shape[{axis}] to be {k.shape[axis]}, "
+                    f"but got {mask.shape[axis]}"
+                )
         visible = torch.eq(mask, 0)
         binary = torch.logical_or(visible, mask == float("-inf")).all()
         if mask.device.type != "cpu":
@@ -80,6 +94,26 @@ class Tokens(NamedTuple):
                 "a key_padding_mask with other values than 0 and -inf is not supported yet"
             )
         return visible.reshape(-1, 1, 1, mask.shape[-1])
+
+
+def check_widths(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, kdim: int, vdim: int
+) -> None:
+    """Refuse feature dimensions that the projections do not take, as torch does."""
+    if query.shape[-1] != embed_dim:
+        raise AssertionError(
+            f"was expecting embedding dimension of {embed_dim}, but got {query.shape[-1]}"
+        )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise AssertionError(
+            f"key's sequence and batch dims {tuple(key.shape[:-1])} do not match value's "
+            f"{tuple(value.shape[:-1])}"
+        )
+    if (key.shape[-1], value.shape[-1]) != (kdim, vdim):
+        raise AssertionError(
+            f"was expecting key and value dimensions of {kdim} and {vdim}, "
+            f"but got {key.shape[-1]} and {value.shape[-1]}"
+        )
 
 
 class Layout(NamedTuple):
@@ -112,8 +146,9 @@ class Layout(NamedTuple):
 
 def _each_once(convert: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Convert each; the same object stays the same object, so that one projection serves all."""
-    done: dict[int, Tensor] = {}
-    for x in tensors:
-        if id(x) not in done:
-            done[id(x)] = convert(x)
-    return tuple(done[id(x)] for x in tensors)
+    # `is` rather than id(), on which torch.compile would guard: a new graph for every input.
+    results: list[Tensor] = []
+    for i, x in enumerate(tensors):
+        twins = [results[j] for j in range(i) if tensors[j] is x]
+        results.append(twins[0] if twins else convert(x))
+    return tuple(results)

@@ -1,0 +1,233 @@
+"""The module inside torch's machinery: containers, compile, checkpoint, func, autocast."""
+
+import copy
+
+import pytest
+import torch
+from cases import cu_seqlens
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from flashmod import FlashMultiheadAttention, Mask
+
+# Dynamo's own way of tracing any autograd Function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+E, H = 8, 2
+WINDOW = Mask(window=(1, 1))
+
+
+def encoder_layer(**kwargs):
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, dropout=0.0)
+    attention = FlashMultiheadAttention(E, H, batch_first=True, **kwargs)
+    if not kwargs.get("num_kv_heads"):
+        attention.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = attention
+    return layer
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the module's own forward ran."""
+    counted = []
+    forward = FlashMultiheadAttention.forward
+
+    def counting(self, *args, **kwargs):
+        counted.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(FlashMultiheadAttention, "forward", counting)
+    return counted
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"mask": WINDOW}, {"num_kv_heads": 1}], ids=["window", "grouped"]
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_module_that_does_more_than_torch_is_always_called(kwargs, stacked, calls):
+    layer = encoder_layer(**kwargs)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False) if stacked else layer
+    x, per_run = torch.randn(2, 5, E), 2 if stacked else 1
+    outputs = []
+    for mode in ("train", "eval", "no_grad", "frozen", "inference"):
+        model.train(mode == "train")
+        model.requires_grad_(mode != "frozen")
+        with torch.set_grad_enabled(mode != "no_grad"), torch.inference_mode(mode == "inference"):
+            outputs.append(model(x).clone())
+        assert len(calls) == per_run, mode
+        calls.clear()
+    for other in outputs[1:]:
+        torch.testing.assert_close(outputs[0].detach(), other.detach())
+
+
+def test_a_plain_module_gives_the_same_whether_torch_calls_it_or_not(calls):
+    layer = encoder_layer()
+    x = torch.randn(2, 5, E)
+    trained = layer(x)
+    assert len(calls) == 1
+    layer.eval()
+    with torch.no_grad():  # torch's fused path reads our weights
+        torch.testing.assert_close(layer(x), trained.detach())
+
+
+def test_encoder_with_causal_mask_and_padding_equals_torch():
+    ours = encoder_layer()
+    theirs = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, dropout=0.0)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, E)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    torch.testing.assert_close(ours(x, causal, is_causal=True), theirs(x, causal, is_causal=True))
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    torch.testing.assert_close(
+        ours(x, src_key_padding_mask=padding), theirs(x, src_key_padding_mask=padding)
+    )
+
+
+def test_decoder_calls_both_attentions(calls):
+    theirs = nn.TransformerDecoderLayer(E, H, 16, batch_first=True, dropout=0.0)
+    ours = copy.deepcopy(theirs)
+    for name in ("self_attn", "multihead_attn"):
+        attention = FlashMultiheadAttention(E, H, batch_first=True)
+        attention.load_state_dict(getattr(ours, name).state_dict())
+        setattr(ours, name, attention)
+    x, memory = torch.randn(2, 5, E), torch.randn(2, 7, E)
+    padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    for training in (True, False):
+        results = [
+            m.train(training)(x, memory, memory_key_padding_mask=padding) for m in (ours, theirs)
+        ]
+        torch.testing.assert_close(*results)
+    assert len(calls) == 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_input_of_an_encoder_says_how_to_avoid_it():
+    model = nn.TransformerEncoder(encoder_layer(mask=WINDOW), 1).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="enable_nested_tensor=False"):
+        model(torch.randn(2, 5, E), src_key_padding_mask=padding)
+
+
+def test_compiles_without_a_break_and_once_for_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    module = FlashMultiheadAttention(E, H, mask=Mask(causal=True))
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(
+        lambda x, cu: module(x, cu_seqlens=cu)[0], fullgraph=True, backend=counter
+    )
+    x = torch.randn(8, E)
+    for lengths in ([3, 5], [1, 7], [8, 0]):
+        module.zero_grad(), twin.zero_grad()
+        cu = cu_seqlens(lengths)
+        ours, eager = compiled(x, cu), twin(x, cu_seqlens=cu)[0]
+        torch.testing.assert_close(ours, eager)
+        ours.square().sum().backward(), eager.square().sum().backward()
+        torch.testing.assert_close(module.in_proj_weight.grad, twin.in_proj_weight.grad)
+    assert counter.frame_count == 1
+    for tokens in (9, 12, 31):  # one more graph, for any number of tokens
+        compiled(torch.randn(tokens, E), cu_seqlens([4, tokens - 4])).sum().backward()
+    assert counter.frame_count == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo, at a break
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_compiles_with_padding(need_weights):
+    """Weights read lengths on the host: one graph break, the same values."""
+    module = FlashMultiheadAttention(E, H, batch_first=True)
+    compiled = torch.compile(module, fullgraph=not need_weights, backend="aot_eager")
+    x, padding = torch.randn(1, 3, E), torch.tensor([[False, True, False]])
+    options = {"key_padding_mask": padding, "need_weights": need_weights}
+    for ours, eager in zip(compiled(x, **options), module(x, **options), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_compiled_dropout_is_new_every_call_and_repeatable():
+    module = FlashMultiheadAttention(E, H, dropout=0.5)
+    compiled = torch.compile(
+        lambda x: module(x, need_weights=False)[0], fullgraph=True, backend="aot_eager"
+    )
+    x = torch.randn(9, 2, E)
+
+    def outputs():
+        torch.manual_seed(2)
+        return [compiled(x) for _ in range(2)]
+
+    first, second = outputs()
+    assert not torch.equal(first, second)
+    assert all(map(torch.equal, outputs(), (first, second)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_replays_dropout(reentrant):
+    module = FlashMultiheadAttention(E, H, dropout=0.5)
+    x = torch.randn(9, 2, E, requires_grad=True)
+
+    def gradients(call):
+        module.zero_grad()
+        torch.manual_seed(4)
+        out = call(lambda x: module(x, need_weights=False)[0], x)
+        torch.randn(3)  # the generator moves on before the backward pass
+        out.square().sum().backward()
+        result = [out.detach(), x.grad.clone(), module.in_proj_weight.grad.clone()]
+        x.grad = None
+        return result
+
+    plain = gradients(lambda f, x: f(x))
+    again = gradients(lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
+    assert all(map(torch.equal, plain, again))
+
+
+def test_functional_call_and_per_parameter_gradients():
+    module = FlashMultiheadAttention(E, H, batch_first=True)
+    other = FlashMultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(2, 5, E)
+    out = torch.func.functional_call(
+        module, dict(other.named_parameters()), (x,), {"need_weights": False}
+    )[0]
+    assert torch.equal(out, other(x, need_weights=False)[0])
+
+    def loss(parameters):
+        return (
+            torch.func.functional_call(module, parameters, (x,), {"need_weights": False})[0]
+            .square()
+            .sum()
+        )
+
+    grads = torch.func.grad(loss)(dict(other.named_parameters()))
+    other(x, need_weights=False)[0].square().sum().backward()
+    for name, p in other.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+def test_autocast_gives_its_dtype_and_float32_gradients():
+    module = FlashMultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(2, 5, E)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, weights = module(x)
+    assert out.dtype == weights.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), module(x)[0], atol=3e-2, rtol=0)
+    out.float().sum().backward()
+    assert module.in_proj_weight.grad.dtype == torch.float32
+
+
+def test_a_hook_or_a_parametrisation_works():
+    module = FlashMultiheadAttention(E, H, batch_first=True)
+    seen = []
+    module.register_forward_hook(lambda m, args, out: seen.append(out[0].shape))
+    nn.utils.parametrizations.weight_norm(module.out_proj)
+    module(torch.randn(2, 5, E))[0].sum().backward()
+    assert seen == [(2, 5, E)]
+    assert module.out_proj.parametrizations.weight.original1.grad is not None
+
+
+def test_a_subclass_may_replace_the_attention_itself():
+    class Doubled(FlashMultiheadAttention):
+        def attend(self, q, k, v, **arguments):
+            return 2 * super().attend(q, k, v, **arguments)
+
+    module = Doubled(E, H, bias=False)
+    plain = FlashMultiheadAttention(E, H, bias=False)
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(5, 2, E)
+    torch.testing.assert_close(module(x)[0], 2 * plain(x)[0])
