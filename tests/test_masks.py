@@ -165,6 +165,11 @@ def with_inner_lambda(batch, head, q_idx, kv_idx):
     return near(kv_idx)
 
 
+def with_in_place(batch, head, q_idx, kv_idx):
+    kv_idx -= q_idx
+    return kv_idx < 3
+
+
 def closure():
     width = 4
 
@@ -191,6 +196,7 @@ OFFENCES = {
     "item": (with_item, "fn_args"),
     "in": (with_in, "=="),
     "loop": (with_loop, "operators only"),
+    "in_place": (with_in_place, "write x = x + y"),
     "inner_lambda": (with_inner_lambda, "write a def"),
     "lambda": (lambda batch, head, q_idx, kv_idx: kv_idx < 3, "write a def"),
     "closure": (closure(), "fn_args"),
@@ -214,7 +220,6 @@ def test_what_is_no_python_function_is_refused(fn):
 def clipped(batch, head, q_idx, kv_idx, width):
     """Free names, an assignment and an annotation-free body are the grammar."""
     edge = maximum(q_idx - width, 0)  # noqa: F821
-    edge += 0
     return where(head == 0, kv_idx >= edge, kv_idx <= minimum(q_idx, 5))  # noqa: F821
 
 
