@@ -6,11 +6,13 @@ import logging
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..baselines import hidden_shape
 from ..functional import Prepared
+from ..numerics import Results
 from ..spec import spans
-from .capture import Captured
+from .capture import Captured, Tensors
 from .memory import MIB, peak_mib
 from .room import available_bytes, dense_seconds_per_pair
 from .routing import implementation
@@ -39,8 +41,14 @@ def attention_peak(call: Captured, seed: int = 0) -> float:
 
     It is repeated on detached leaves, with the gradient that its output received.
     """
-    leaves, grad_out = call.leaves(), call.output_grad(seed)
-    return peak_mib(lambda: call.repeat(leaves, grad_out), call.q.device)
+    return metered_repeat(call, call.leaves(), call.output_grad(seed))[0]
+
+
+def metered_repeat(call: Captured, leaves: Tensors, grad_out: Tensor) -> tuple[float, Results]:
+    """:meth:`Captured.repeat`, and its peak in MiB beyond ``leaves`` and ``grad_out``."""
+    results: list[Results] = []
+    fn = lambda: results.append(call.repeat(leaves, grad_out))  # noqa: E731
+    return peak_mib(fn, call.q.device), results[0]
 
 
 def dense_attention_peak(call: Captured, time_limit_s: float = 10.0, seed: int = 0) -> Peak:

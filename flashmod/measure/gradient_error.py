@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..numerics import Errors, Results, attention_errors
-from .capture import Captured
+from .capture import Captured, Tensors
 from .oracle import Oracle
 
 
@@ -19,12 +20,20 @@ class GradientError(NamedTuple):
     coverage: float
 
 
-def gradient_error(call: Captured, time_limit_s: float = 10.0, seed: int = 0) -> GradientError:
+def gradient_error(
+    call: Captured,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    repeat: Callable[[Tensors, Tensor], Results] | None = None,
+) -> GradientError:
     """Repeat the call and compare it with float64 attention on the same rounded inputs.
 
     When checking every query row would take more than ``time_limit_s`` seconds, a seeded sample of
     rows is checked: the output's gradient is zeroed elsewhere, for the call and for the reference,
     so that dq, dk and dv are exact. The share of rows is 1 or a power of 1/2.
+
+    Args:
+        repeat: ``call.repeat``, or something around it that measures more of the same run.
 
     Raises:
         ValueError: no exact reference exists for the call; says why.
@@ -42,7 +51,7 @@ def gradient_error(call: Captured, time_limit_s: float = 10.0, seed: int = 0) ->
         grad_out = torch.where(
             checked.view(*grad_out.shape[:-2], 1, 1).to(grad_out.device), grad_out, 0
         )
-    repeated = call.repeat(call.leaves(), grad_out)
+    repeated = (repeat or call.repeat)(call.leaves(), grad_out)
     expected, unit = oracle.run(chosen)
     found = Results(
         *(x.detach().cpu().view(y.shape) for x, y in zip(repeated, expected, strict=True))

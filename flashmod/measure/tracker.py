@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..numerics import Results
 from ..spec import spans
-from .capture import Captured
-from .dense_memory import attention_peak, dense_attention_peak
+from .capture import Captured, Tensors
+from .dense_memory import attention_peak, dense_attention_peak, metered_repeat
 from .gradient_error import gradient_error
 from .recorder import Recorder
 from .steps import Step, dense_step_peak, step_peak
@@ -117,16 +118,22 @@ class Tracker:
                 "it when it trains with need_weights=False"
             )
             return metrics
-        with _explained("attention memory"):
-            metrics[ATTENTION_PEAK] = attention_peak(call, self.seed)
         with _explained("dense attention memory"):
             dense = dense_attention_peak(call, self.time_limit_s, self.seed)
             metrics[DENSE_ATTENTION_PEAK] = dense.mib
             self._note(DENSE_ATTENTION_PEAK, dense.predicted)
+
+        def repeat(leaves: Tensors, grad_out: Tensor) -> Results:
+            metrics[ATTENTION_PEAK], results = metered_repeat(call, leaves, grad_out)
+            return results
+
         with _explained("gradient error"):
-            error = gradient_error(call, self.time_limit_s, self.seed)
+            error = gradient_error(call, self.time_limit_s, self.seed, repeat)
             metrics |= dict(zip(GRAD_ERRORS, error.errors, strict=True))
             metrics[COVERAGE] = error.coverage
+        if metrics[ATTENTION_PEAK] is None:
+            with _explained("attention memory"):
+                metrics[ATTENTION_PEAK] = attention_peak(call, self.seed)
         return metrics
 
     def _note(self, name: str, predicted: bool) -> None:
