@@ -460,3 +460,13 @@ def test_torch_sdpa_of_three_and_five_axes():
         with measure.use("dense"):
             out = F.scaled_dot_product_attention(x, x, x)
         torch.testing.assert_close(out, SDPA(x, x, x))
+
+
+def test_torch_sdpa_is_causal_from_the_top_left():
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    with measure.track() as m:
+        expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+    assert m.summary()["grad_error/out"] < 1e-5
+    with measure.use("dense"):
+        out = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+    torch.testing.assert_close(out, expected)
