@@ -4,6 +4,7 @@ Exit codes: 0 all is well, 1 a run failed, 2 the configuration is wrong and noth
 3 some jobs of a sweep failed, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from importlib.resources import files
 from typing import Any, NoReturn
 
 PROGRAM = "flashmod-train"
+COMMAND = "FLASHMOD_COMMAND"  # environment variable
 HELP = f"""\
 {PROGRAM}: train a small transformer and measure its attention.
 
@@ -56,6 +58,8 @@ def _launch(arguments: list[str]) -> int:
     from flashmod.experiments import console, interrupts, jobs, sweeps
 
     console.quiet_libraries()
+    # Workers of a parallel launcher have a command line of their own.
+    os.environ[COMMAND] = json.dumps([sys.argv[0], *arguments])
     sys.argv[1:] = arguments
     with interrupts.raising():
         try:

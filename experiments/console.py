@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -9,8 +10,6 @@ from pathlib import Path
 
 from flashmod.experiments.overrides import explain
 from flashmod.training.schema import ConfigError
-
-logger = logging.getLogger(__name__)
 
 # What Lightning, W&B and torch say on every run of ours and nobody can act on.
 UNHELPFUL = (
@@ -23,6 +22,7 @@ UNHELPFUL = (
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*is smaller than the logging interval.*",
 )
+REPORT_SECONDS = 120
 QUIET_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "wandb")
 
 
@@ -85,17 +85,26 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
     sys.stdout.flush()
 
 
-def write_report(directory: Path) -> Path | None:
-    """Write the report page of ``directory`` and say where; a failure is told, not raised."""
-    try:
-        from flashmod import report
+def write_report(directory: Path) -> None:
+    """Write the report page of ``directory`` and say where; a failure is told, not raised.
 
-        page = report.write([directory])
-    except (ImportError, OSError, ValueError) as error:
-        logger.warning("the report page was not written: %s", error)
-        return None
+    In a process of its own: the chart compiler reserves much address space and, where that is
+    limited, ends its process without an exception.
+    """
+    command = [sys.executable, "-m", "flashmod.experiments.report", str(directory)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=REPORT_SECONDS, check=False
+        )
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        why = f"it was ended by a signal ({-done.returncode})" if done.returncode < 0 else why
+    except subprocess.TimeoutExpired:
+        done, why = None, f"it took longer than {REPORT_SECONDS} s"
+    if done is None or done.returncode:
+        say(f"warning: no report page: {why}. Try flashmod-report {near(directory)}")
+        return
+    page = Path(done.stdout.strip().splitlines()[-1])
     print(f"  report: {near(page)}    (again: flashmod-report {near(directory)})", flush=True)
-    return page
 
 
 def show_summary(rows: Sequence[tuple[str, str]], directory: Path, *, report: bool) -> None:

@@ -1,6 +1,7 @@
 """One job: validate, keep a record, train, measure, sum up."""
 
 import functools
+import json
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.loggers import Logger
 
-from flashmod.experiments import assemble, console, interrupts, sweeps
+from flashmod.experiments import assemble, cli, console, interrupts, sweeps
 from flashmod.training import wandb_run
 from flashmod.training.data import load_corpus
 from flashmod.training.environment import unused_nvidia_gpu
@@ -92,7 +93,7 @@ def train(
     record = RunRecord(
         directory,
         name=name,
-        command=sys.argv,
+        command=json.loads(os.environ.get(cli.COMMAND, "null")) or sys.argv,
         overrides=overrides,
         config=values,
         seed=values.get("seed", 0),

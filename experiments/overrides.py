@@ -52,7 +52,7 @@ def _grammar(override: str) -> str:
 
 
 def _commas(override: str) -> str:
-    key, _, value = override.partition("=")
+    key = override.partition("=")[0]
     takes = form_of(TrainConfig, key.lstrip("+~"))
     sweep = f"to run one job for each value: -m {override}"
     if takes is None and key not in GROUPS:

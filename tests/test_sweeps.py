@@ -87,13 +87,13 @@ def test_a_failing_job_is_shown_and_the_others_go_on(failing_sweep):
     directory, done, _ = failing_sweep
     assert done.returncode == 3, done.stderr
     assert [record(directory / "s" / str(i))["status"] for i in range(3)] == ["ok", "failed", "ok"]
-    told = done.stderr.index("optimizer.lr=1e30) failed: the ")
+    told = done.stderr.index("optimizer.lr=1e+30) failed: the ")
     assert done.stderr.index("job 1 (") < told < done.stderr.index("job 2 (")
     log = (directory / "s" / "1" / "train.log").read_text()
-    assert "Traceback" in log and "FloatingPointError" in log and "optimizer.lr=1e30" in log
+    assert "Traceback" in log and "FloatingPointError" in log and "optimizer.lr=1e+30" in log
     assert "Traceback" not in done.stderr + done.stdout
     table = done.stdout[done.stdout.index("Sweep in s") :].splitlines()
-    assert "optimizer.lr=1e30" in table[3] and "failed" in table[3]
+    assert "optimizer.lr=1e+30" in table[3] and "failed" in table[3]
     assert "FloatingPointError" in table[3] and "experiment=debug" not in table[3]
     assert "2 of 3 jobs" in done.stdout
     error = record(directory / "s" / "1")["error"]
@@ -130,6 +130,19 @@ def test_a_repeated_sweep_skips_what_is_done(failing_sweep):
     assert again.stderr.count("skipped") == 2
     assert [record(directory / "s" / str(i))["ended"] for i in (0, 2)] == [ended[0], ended[2]]
     assert record(directory / "s" / "0_2")["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_parallel_jobs_have_one_thread_and_one_record_each(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    parallel = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=-1", "hydra.sweep.dir=s")
+    done = launch(tmp_path, "-m", *DEBUG, "optimizer.lr=0.001,1e30,0.002", *parallel)
+    assert done.returncode == 3, done.stderr
+    records = [record(tmp_path / "s" / str(i)) for i in range(3)]
+    assert [r["status"] for r in records] == ["ok", "failed", "ok"]
+    assert {r["environment"]["threads"] for r in records} == {1}
+    assert all(r["command"][1] == "-m" for r in records)
+    assert "2 of 3 jobs" in done.stdout and len(wandb_runs(tmp_path)) == 3
 
 
 @pytest.mark.slow
