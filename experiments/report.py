@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.text:
             print(report.as_text(args.dirs))
             return 0
+        if args.figure:
+            print(report.figure(args.dirs, args.figure))
+            return 0
         path = report.write(args.dirs, args.output)
     except report.NoRecordsError as error:
         print(f"flashmod-report: {error}", file=sys.stderr)
@@ -54,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
         help="the page to write (default: report.html in the first DIR)",
     )
     result.add_argument("--text", action="store_true", help="print a table instead of a page")
+    result.add_argument(
+        "--figure", metavar="FILE", help="write the chart of memory against length alone, as SVG"
+    )
     result.add_argument("--open", action="store_true", help="show the page in a browser")
     result.add_argument("--version", action="version", version=_version())
     return result

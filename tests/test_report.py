@@ -210,3 +210,13 @@ def test_junk_in_any_entry_never_stops_the_others(tmp_path):
     assert sum(str(run.path).startswith(str(good)) for run in records.measured) == 6
     assert "<h1>" in report.write([tmp_path]).read_text(encoding="utf-8")
     assert report.as_text([tmp_path])
+
+
+def test_the_figure_is_a_picture_of_memory_against_length(tmp_path):
+    sweep(tmp_path / "sweep")
+    picture = report.figure([tmp_path / "sweep"], tmp_path / "deep" / "memory.svg").read_text()
+    assert picture.startswith("<svg") and "<script" not in picture
+    assert {"flash", "dense", "1,024"} <= set(re.findall(r">([^<]+)</text>", picture))
+    record(tmp_path / "one")
+    with pytest.raises(report.NoRecordsError, match="two lengths"):
+        report.figure([tmp_path / "one"], tmp_path / "none.svg")

@@ -10,8 +10,10 @@ from pathlib import Path
 from flashmod.report import charts, page, text
 from flashmod.report.findings import findings
 from flashmod.report.records import NoRecordsError, read
+from flashmod.report.sections import memory_section
+from flashmod.report.series import Variants
 
-__all__ = ["NoRecordsError", "as_text", "write"]
+__all__ = ["NoRecordsError", "as_text", "figure", "write"]
 
 
 def write(
@@ -35,6 +37,28 @@ def write(
     target = Path(output)
     source = ", ".join(str(folder) for folder in folders)
     content = page.render(records, source, _made_by())
+    return _replace(target, content)
+
+
+def figure(dirs: Iterable[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Path:
+    """Write the chart of attention memory against length alone, as SVG, and return its path.
+
+    Raises:
+        NoRecordsError: no folder, no record, or no configuration that ran at several lengths.
+        ImportError: altair or vl-convert-python is missing; names the extra ``report``.
+    """
+    folders = [Path(folder) for folder in dirs]
+    runs = read(folders).measured
+    section = memory_section(runs, Variants(runs))
+    if section is None or "memory" not in section.specs:
+        raise NoRecordsError(
+            f"{', '.join(map(str, folders))}: the figure needs attention memory at two lengths or "
+            "more, such as flashmod-train sweep=lengths leaves"
+        )
+    return _replace(Path(output), charts.svg(section.specs["memory"]))
+
+
+def _replace(target: Path, content: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     partial.write_text(content, encoding="utf-8")

@@ -41,6 +41,14 @@ def bundle() -> str:
     return str(importlib.import_module("vl_convert").javascript_bundle(vl_version=major_minor))
 
 
+def svg(spec: Spec, width: int = 640) -> str:
+    """A chart as a picture with a white ground, for pages that run no scripts."""
+    fixed = {**spec, "width": width, "background": "white"}
+    schema = altair().SCHEMA_VERSION.lstrip("v").split(".")
+    convert = importlib.import_module("vl_convert").vegalite_to_svg
+    return str(convert(fixed, vl_version=".".join(schema[:2])))
+
+
 def by_length(points: Sequence[Point], unit: str, log: bool) -> Spec:
     """One line per series over the length; predicted points hollow, repeats with a range bar.
 
