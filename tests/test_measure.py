@@ -18,8 +18,7 @@ from flashmod.reference import dense_attention
 
 ERRORS = [f"grad_error/{name}" for name in ("out", "dq", "dk", "dv")]
 METRICS = {
-    "memory/attention_peak_mib",
-    "memory/dense_attention_peak_mib",
+    *(f"memory/{name}_peak_mib" for name in ("attention", "dense_attention", "step", "dense_step")),
     *ERRORS,
     "grad_error/coverage",
     "throughput/tokens_per_s",
@@ -470,3 +469,25 @@ def test_torch_sdpa_is_causal_from_the_top_left():
     with measure.use("dense"):
         out = F.scaled_dot_product_attention(q, k, k, is_causal=True)
     torch.testing.assert_close(out, expected)
+
+
+def test_steps_are_measured_into_the_summary():
+    net, x = Net(flash_attention), torch.randn(1, 128, 16)
+    with measure.track(net) as m:
+        train(net, x)
+        captured = m.captured
+        m.measure_step(lambda: train(net, x))
+    assert m.captured is captured
+    summary = m.summary()
+    assert 0 < summary["memory/step_peak_mib"] < summary["memory/dense_step_peak_mib"]
+
+
+def test_only_what_is_asked_for_is_measured():
+    inputs = qkv(1, 6)
+    measured = measure.measure_call(call(*inputs), memory=False)
+    assert set(measured.values) == {*ERRORS, "grad_error/coverage"}
+    measured = measure.measure_call(call(*inputs), grad_error=False)
+    assert set(measured.values) == {
+        "memory/attention_peak_mib",
+        "memory/dense_attention_peak_mib",
+    }

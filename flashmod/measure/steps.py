@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,19 @@ def step_peak(fn: Step, model: nn.Module | None = None) -> float:
         return peak_mib(fn, _device(model))
 
 
-def dense_step_peak(fn: Step, model: nn.Module | None = None, time_limit_s: float = 10.0) -> Peak:
-    """As :func:`step_peak`, with dense attention in place of every attention call of the step.
+class StepPeaks(NamedTuple):
+    """Memory of a step as it is, in MiB, and with dense attention."""
 
-    Runs the step once to see its calls. Where dense attention does not fit into memory and time,
-    its closed form is added to the step's own peak: the matrices that every layer saves, and what
-    the backward of the largest layer needs beside them.
+    own: float
+    dense: Peak
+
+
+def step_peaks(fn: Step, model: nn.Module | None = None, time_limit_s: float = 10.0) -> StepPeaks:
+    """:func:`step_peak`, and the same with dense attention in place of every attention call.
+
+    Where dense attention does not fit into memory and time, its closed form is added to the step's
+    own peak: the matrices that every layer saves, and what the backward of the largest layer needs
+    beside them.
     """
     sizes: list[DenseSize] = []
     device = _device(model)
@@ -46,9 +53,14 @@ def dense_step_peak(fn: Step, model: nn.Module | None = None, time_limit_s: floa
     layer = max((s.peak - s.saved for s in sizes), default=0)
     predicted = int(own * MIB) + sum(s.saved for s in sizes) + layer
     if not fits(sum(s.pairs for s in sizes), predicted, device, time_limit_s):
-        return Peak(predicted / MIB, predicted=True)
+        return StepPeaks(own, Peak(predicted / MIB, predicted=True))
     with _restored(model), use("dense"):
-        return Peak(peak_mib(fn, device), predicted=False)
+        return StepPeaks(own, Peak(peak_mib(fn, device), predicted=False))
+
+
+def dense_step_peak(fn: Step, model: nn.Module | None = None, time_limit_s: float = 10.0) -> Peak:
+    """The ``dense`` of :func:`step_peaks`."""
+    return step_peaks(fn, model, time_limit_s).dense
 
 
 @contextmanager

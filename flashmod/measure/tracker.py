@@ -6,36 +6,36 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..numerics import Results
 from ..spec import spans
-from .capture import Captured, Tensors
-from .dense_memory import attention_peak, dense_attention_peak, metered_repeat
-from .gradient_error import gradient_error
+from .capture import Captured
+from .metrics import (
+    ATTENTION_PEAK,
+    COVERAGE,
+    DENSE_ATTENTION_PEAK,
+    DENSE_STEP_PEAK,
+    GRAD_ERRORS,
+    PADDING_SAVED,
+    STEP_PEAK,
+    TOKENS_PER_S,
+    Measured,
+    measure_call,
+    measure_step,
+)
 from .recorder import Recorder
-from .steps import Step, dense_step_peak, step_peak
+from .steps import Step
 from .throughput import Throughput
 
 logger = logging.getLogger(__name__)
-ATTENTION_PEAK = "memory/attention_peak_mib"
-DENSE_ATTENTION_PEAK = "memory/dense_attention_peak_mib"
-STEP_PEAK = "memory/step_peak_mib"
-DENSE_STEP_PEAK = "memory/dense_step_peak_mib"
-COVERAGE = "grad_error/coverage"
-GRAD_ERRORS = tuple(f"grad_error/{name}" for name in ("out", "dq", "dk", "dv"))
-TOKENS_PER_S = "throughput/tokens_per_s"
-PADDING_SAVED = "throughput/padding_saved"
 
 
 class Tracker:
     """What :func:`track` hands out.
 
     Attributes:
-        predicted: names in :meth:`summary` that come from a closed form, not from a measurement.
         throughput: counts what :meth:`step` is told.
         captured: the attention call that is measured, once one was seen.
     """
@@ -49,11 +49,9 @@ class Tracker:
         clock: Callable[[], float],
     ) -> None:
         self.model, self.time_limit_s, self.seed = model, time_limit_s, seed
-        self.predicted: set[str] = set()
         self.throughput = Throughput(clock)
         self.recorder = Recorder(None if model is None else layer)
-        self._step_metrics: dict[str, float | None] = {}
-        self._call_metrics: dict[str, float | None] = {}
+        self._call, self._step = Measured({}, set()), Measured({}, set())
         self._measured: Captured | None = None
 
     @property
@@ -76,40 +74,22 @@ class Tracker:
         self.throughput.step(tokens, padded)
         self.recorder.new_pass()
 
-    def step_peak(self, fn: Step) -> float:
-        """``memory/step_peak_mib`` of ``fn``; see :func:`flashmod.measure.step_peak`."""
-        with self.throughput.paused():
-            peak = self.recorder.through(lambda: step_peak(fn, self.model))
-        self._step_metrics[STEP_PEAK] = peak
-        return peak
+    def measure_step(self, fn: Step) -> None:
+        """Measure a step's memory and its dense twin, for :meth:`summary`.
 
-    def dense_step_peak(self, fn: Step) -> float:
-        """``memory/dense_step_peak_mib`` of ``fn``, measured or predicted."""
+        Args:
+            fn: as for :func:`flashmod.measure.step_peak`.
+        """
         with self.throughput.paused():
-            peak = self.recorder.through(lambda: dense_step_peak(fn, self.model, self.time_limit_s))
-        self._note(DENSE_STEP_PEAK, peak.predicted)
-        self._step_metrics[DENSE_STEP_PEAK] = peak.mib
-        return peak.mib
+            self._step = self.recorder.through(
+                lambda: measure_step(fn, self.model, time_limit_s=self.time_limit_s)
+            )
 
     def summary(self) -> dict[str, float | None]:
         """Every metric by name; None for what could not be measured (the log says why).
 
         The captured call is measured on the first use and again when another one was captured.
         """
-        if self.captured is not self._measured or not self._call_metrics:
-            with self.throughput.paused(), torch.inference_mode(False):
-                self._call_metrics = self.recorder.through(self._measure)
-            self._measured = self.captured
-        return {
-            **self._call_metrics,
-            **self._step_metrics,
-            TOKENS_PER_S: self.throughput.tokens_per_s,
-            PADDING_SAVED: self.throughput.padding_saved,
-        }
-
-    def _measure(self) -> dict[str, float | None]:
-        names = (ATTENTION_PEAK, DENSE_ATTENTION_PEAK, *GRAD_ERRORS, COVERAGE)
-        metrics: dict[str, float | None] = dict.fromkeys(names)
         call = self.captured
         if call is None:
             logger.warning(
@@ -117,27 +97,25 @@ class Tracker:
                 "F.scaled_dot_product_attention outside compiled code; nn.MultiheadAttention calls "
                 "it when it trains with need_weights=False"
             )
-            return metrics
-        with _explained("dense attention memory"):
-            dense = dense_attention_peak(call, self.time_limit_s, self.seed)
-            metrics[DENSE_ATTENTION_PEAK] = dense.mib
-            self._note(DENSE_ATTENTION_PEAK, dense.predicted)
+        elif call is not self._measured:
+            with self.throughput.paused(), torch.inference_mode(False):
+                self._call = self.recorder.through(
+                    lambda: measure_call(call, time_limit_s=self.time_limit_s, seed=self.seed)
+                )
+            self._measured = call
+        names = (ATTENTION_PEAK, DENSE_ATTENTION_PEAK, STEP_PEAK, DENSE_STEP_PEAK)
+        return {
+            **dict.fromkeys((*names, *GRAD_ERRORS, COVERAGE)),
+            **self._call.values,
+            **self._step.values,
+            TOKENS_PER_S: self.throughput.tokens_per_s,
+            PADDING_SAVED: self.throughput.padding_saved,
+        }
 
-        def repeat(leaves: Tensors, grad_out: Tensor) -> Results:
-            metrics[ATTENTION_PEAK], results = metered_repeat(call, leaves, grad_out)
-            return results
-
-        with _explained("gradient error"):
-            error = gradient_error(call, self.time_limit_s, self.seed, repeat)
-            metrics |= dict(zip(GRAD_ERRORS, error.errors, strict=True))
-            metrics[COVERAGE] = error.coverage
-        if metrics[ATTENTION_PEAK] is None:
-            with _explained("attention memory"):
-                metrics[ATTENTION_PEAK] = attention_peak(call, self.seed)
-        return metrics
-
-    def _note(self, name: str, predicted: bool) -> None:
-        (self.predicted.add if predicted else self.predicted.discard)(name)
+    @property
+    def predicted(self) -> set[str]:
+        """Names in :meth:`summary` that come from a closed form, not from a measurement."""
+        return self._call.predicted | self._step.predicted
 
 
 @contextmanager
@@ -184,11 +162,3 @@ def count_tokens(call: Captured) -> tuple[int, int]:
     if mask is not None and mask.shape == ready.q.shape[:2]:  # padding of self-attention
         tokens = int(mask.sum())
     return tokens, len(lengths) * max(lengths, default=0)
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[Any]:
-    try:
-        yield
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        logger.warning("%s is not measured: %s", what, error)
