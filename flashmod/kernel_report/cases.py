@@ -14,7 +14,7 @@ from ..spec import TileConfig
 
 def dilated(batch, head, q_idx, kv_idx, step):  # type: ignore[no-untyped-def]
     """A mask function as users write them."""
-    return (head < 1) | ((q_idx - kv_idx) % step == 0)
+    return (head < 1) | ((q_idx - kv_idx) % step == 0) | (q_idx // 8 == kv_idx // 8)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

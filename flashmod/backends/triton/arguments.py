@@ -24,14 +24,13 @@ class Operands(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """(B, H, S) contiguous numbers of every query row; float64 for float64 input, else float32.
+    """Numbers of every query row; float64 for float64 input, else float32.
 
-    ``row_max`` and ``log_sum`` are in base 2: a weight is ``exp2(score - row_max - log_sum)``.
+    A weight is ``exp2(score - row_max - log_sum)``, all in base 2.
     """
 
-    row_max: Tensor
-    log_sum: Tensor
-    last: Tensor  # lse in the forward pass, delta in the backward pass
+    saved: Tensor  # (B, H, 2, S) contiguous: row_max, log_sum
+    last: Tensor  # (B, H, S) contiguous: lse in the forward pass, delta in the backward pass
 
 
 class SequenceTable(NamedTuple):

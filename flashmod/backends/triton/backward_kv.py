@@ -70,7 +70,7 @@ def dkv_kernel(
     limits = sequence.limits
     if first >= limits.end_key:
         return
-    keys = key_tile(first, limits, BLOCK_N)
+    keys = key_tile(first, sequence, mask, BLOCK_N)
     used = keys.start < keys.end
     batch, row = sequence.kv_batch, sequence.kv_row
     pointers = tile_pointers(operands.k, batch, row, kv_head, keys.idx, BLOCK_D)
@@ -79,7 +79,7 @@ def dkv_kernel(
     v = load_tile(pointers, used, V_DIM, True)
 
     seeing, cuts = seeing_queries(first, limits, mask, BLOCK_M, BLOCK_N)
-    accumulate: tl.constexpr = stats.row_max.dtype.element_ty
+    accumulate: tl.constexpr = stats.saved.dtype.element_ty
     dk = tl.zeros([BLOCK_N, BLOCK_D], accumulate)
     dv = tl.zeros([BLOCK_N, BLOCK_V], accumulate)
     for member in range(GROUP):

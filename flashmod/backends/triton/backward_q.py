@@ -102,7 +102,7 @@ def dq_kernel(
 
     seen, cuts = seen_keys(first, limits, mask, BLOCK_M, BLOCK_N)
     keys = key_side(operands, sequence, head // GROUP, seen, BLOCK_N, BLOCK_D, BLOCK_V)
-    accumulate: tl.constexpr = stats.row_max.dtype.element_ty
+    accumulate: tl.constexpr = stats.saved.dtype.element_ty
     dq = tl.zeros([BLOCK_M, BLOCK_D], accumulate)
     for part in tl.static_range(3):  # masked head, unmasked middle, masked tail
         dq = _accumulate(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .masking import keep_scale, kept, query_tile, seen_keys, visible_keys
-from .primitives import key_side, load_sequence, load_tile, stat_offset, store_tile, tile_pointers
+from .primitives import key_side, load_sequence, load_tile, stats_block, store_tile, tile_pointers
 
 
 @triton.jit
@@ -43,15 +43,15 @@ def _attend(
 
 
 @triton.jit
-def _store_row_stats(stats, at, row_max, row_sum, in_q):
+def _store_row_stats(stats, block, idx, rows, row_max, row_sum, in_q):
     """Store row maximum and log-sum in base 2, and lse in base e; -inf for rows that saw no key."""
     dead = row_max == float("-inf")
     row_max = tl.where(dead, 0.0, row_max)
     log_sum = tl.log2(row_sum)
-    tl.store(stats.row_max + at, row_max, mask=in_q)
-    tl.store(stats.log_sum + at, log_sum, mask=in_q)
+    tl.store(stats.saved + 2 * block * rows + idx, row_max, mask=in_q)
+    tl.store(stats.saved + (2 * block + 1) * rows + idx, log_sum, mask=in_q)
     lse = (row_max + log_sum) * 0.6931471805599453
-    tl.store(stats.last + at, tl.where(dead, float("-inf"), lse), mask=in_q)
+    tl.store(stats.last + block * rows + idx, tl.where(dead, float("-inf"), lse), mask=in_q)
 
 
 @triton.jit(do_not_specialize=["rows", "kv_rows"])
@@ -74,7 +74,7 @@ def forward_kernel(
     pointers = tile_pointers(operands.q, batch, row, head, query.idx, BLOCK_D)
     q = load_tile(pointers, query.lo < query.hi, HEAD_DIM, True)
     q = tl.where(score_scale < 0, -q, q)  # so that the largest product is the largest logit
-    accumulate: tl.constexpr = stats.row_max.dtype.element_ty
+    accumulate: tl.constexpr = stats.saved.dtype.element_ty
     scale = tl.abs(tl.full((), score_scale, accumulate))
 
     seen, cuts = seen_keys(first, limits, mask, BLOCK_M, BLOCK_N)
@@ -89,8 +89,8 @@ def forward_kernel(
         )  # fmt: skip
 
     row_sum = tl.where(row_max == float("-inf"), 1.0, row_sum)
-    at = stat_offset(sequence, head, heads, rows) + query.idx
-    _store_row_stats(stats, at, row_max * scale, row_sum, in_q)
+    idx, block = sequence.q_row + query.idx, stats_block(sequence, head, heads)
+    _store_row_stats(stats, block, idx, rows, row_max * scale, row_sum, in_q)
     factor = 1.0 / row_sum
     if dropout.seed is not None:
         factor = factor * keep_scale(dropout, accumulate)

@@ -28,7 +28,7 @@ _TINY = 2.0**-100  # stands for a scale of 0, and keeps -inf * scale at -inf
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B, S, H, D_v), lse (B, H, S), and row maximum and log-sum (2, B, H, S) in base 2."""
+    """out (B, S, H, D_v), lse (B, H, S), and saved row statistics (2, B, H, S), see RowStats."""
     batch, rows, heads, _ = q.shape
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros(batch, rows, heads, v.shape[-1])
@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
         operands = Operands(_arg(q), _arg(k), _arg(v), None)
         _launch(
             forward_kernel, work.shape[0] * heads, tiles, q, k, v, call,
-            operands, _arg(out), RowStats(stats[0], stats[1], lse), _table(call, work),
+            operands, _arg(out), RowStats(stats, lse), _table(call, work),
             _mask(call), _dropout(call), _score_scale(call),
         )  # fmt: skip
     return out, lse, stats
@@ -63,7 +63,7 @@ def backward(
     batch, rows, heads, _ = q.shape
     delta = _delta(grad_out, grad_lse, out, stats.dtype)
     operands = Operands(_arg(q), _arg(k), _arg(v), _arg(grad_out))
-    row_stats = RowStats(stats[0], stats[1], delta)
+    row_stats = RowStats(stats, delta)
     rest = (_mask(call), _dropout(call), _score_scale(call), call.scale)
     head_dim = max(q.shape[-1], v.shape[-1])
 

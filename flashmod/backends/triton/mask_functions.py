@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import triton
-import triton.language as tl
 
 from ...masks import registered_mask_fn
 from ...spec import bind
@@ -22,24 +21,7 @@ from .masking import DEVICE_NAMES
 def compiled_mask_fn(key: str) -> Any:
     """The function registered under ``key``; one object per key, or every call would compile."""
     fn = _floored(registered_mask_fn(key), key)
-    names = {**DEVICE_NAMES, "floor_divide": _floor_divide, "floor_modulo": _floor_modulo}
-    return getattr(bind(names, triton.jit, {fn.__name__: fn}), fn.__name__)
-
-
-@triton.jit
-def _floor_modulo(a: Any, b: Any) -> Any:
-    rest = a % b
-    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
-
-
-@triton.jit
-def _floor_divide(a: Any, b: Any) -> Any:
-    if (a + b).dtype.is_floating():
-        return tl.floor(a / b)
-    else:
-        quotient = a // b
-        rest = a - quotient * b
-        return tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+    return getattr(bind(DEVICE_NAMES, triton.jit, {fn.__name__: fn}), fn.__name__)
 
 
 class _Floor(ast.NodeTransformer):
@@ -60,7 +42,9 @@ def _floored(fn: Callable[..., Any], key: str) -> Callable[..., Any]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
-    definition.decorator_list = []
+    definition.decorator_list, definition.returns = [], None
+    for argument in definition.args.args:
+        argument.annotation = None
     source = ast.unparse(ast.fix_missing_locations(_Floor().visit(tree))) + "\n"
     file = f"<flashmod mask function {key}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

@@ -22,8 +22,33 @@ def _where(condition, a, b):
     return tl.where(condition, a, b)
 
 
+@triton.jit
+def _floor_modulo(a, b):
+    """``a % b`` with the sign of ``b``, as in Python and torch; Triton's has that of ``a``."""
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def _floor_divide(a, b):
+    """``a // b`` rounded down, as in Python and torch; Triton rounds towards zero."""
+    if (a + b).dtype.is_floating():
+        return tl.floor(a / b)
+    else:
+        quotient = a // b
+        rest = a - quotient * b
+        return tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+
+
 # The interpreter asks that `tl` be visible from every device function.
-DEVICE_NAMES = {"maximum": _maximum, "minimum": _minimum, "where": _where, "tl": tl}
+DEVICE_NAMES = {
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "where": _where,
+    "floor_modulo": _floor_modulo,
+    "floor_divide": _floor_divide,
+    "tl": tl,
+}
 _rules = bind(DEVICE_NAMES, compiled=triton.jit)
 diagonal_shift = _rules.diagonal_shift
 key_interval = _rules.key_interval
@@ -60,11 +85,22 @@ def query_tile(first, sequence, head, dropout, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def key_tile(first, limits, BLOCK_N: tl.constexpr):
+def _unhidden(rows, kv_idx, sequence, mask):
+    """Take the keys that the key mask hides from ``rows``, a subset of the sequence's keys."""
+    if mask.keys is not None:
+        batch = mask.keys + sequence.kv_batch.to(tl.int64) * mask.key_strides[0]
+        at = (sequence.kv_row + kv_idx).to(tl.int64) * mask.key_strides[1]
+        rows = rows & (tl.load(batch + at, mask=rows, other=0) != 0)
+    return rows
+
+
+@triton.jit
+def key_tile(first, sequence, mask, BLOCK_N: tl.constexpr):
     """Positions ``first ..`` of a sequence, with the interval of queries that see each."""
     kv_idx = first + tl.arange(0, BLOCK_N)
-    start, end = query_range(kv_idx, kv_idx, limits)
-    return KeyTile(first, kv_idx, start, tl.where(kv_idx < limits.end_key, end, start))
+    start, end = query_range(kv_idx, kv_idx, sequence.limits)
+    used = _unhidden((kv_idx < sequence.limits.end_key) & (start < end), kv_idx, sequence, mask)
+    return KeyTile(first, kv_idx, start, tl.where(used, end, start))
 
 
 @triton.jit
@@ -92,24 +128,15 @@ def seeing_queries(first, limits, mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def _hide(seen, q_idx, kv_idx, sequence, head, mask):
-    """Take what the key mask and the mask function hide from a tile of visible pairs."""
-    if mask.keys is not None:
-        batch = mask.keys + sequence.kv_batch.to(tl.int64) * mask.key_strides[0]
-        row = (sequence.kv_row + kv_idx).to(tl.int64) * mask.key_strides[1]
-        seen = seen & (tl.load(batch + row, mask=kv_idx < sequence.limits.end_key, other=0) != 0)
-    if mask.fn is not None:
-        seen = seen & mask.fn(sequence.id, head, q_idx, kv_idx, *mask.fn_args)
-    return seen
-
-
-@triton.jit
 def visible_keys(query, keys, kv_idx, sequence, head, mask):
     """Visible pairs (M, N), and the keys (N,) that some query sees: no other may be loaded."""
+    rows = _unhidden(is_visible(kv_idx, keys.first, keys.end), kv_idx, sequence, mask)
     seen = is_visible(kv_idx[None, :], query.lo[:, None], query.hi[:, None])
-    rows = is_visible(kv_idx, keys.first, keys.end)
-    if mask.fn is not None or mask.keys is not None:
-        seen = _hide(seen, query.idx[:, None], kv_idx[None, :], sequence, head, mask)
+    if mask.keys is not None:
+        seen = seen & rows[None, :]
+    if mask.fn is not None:
+        args = mask.fn_args
+        seen = seen & mask.fn(sequence.id, head, query.idx[:, None], kv_idx[None, :], *args)
         rows = rows & (tl.max(seen.to(tl.int32), 0) > 0)
     return seen, rows
 
@@ -117,10 +144,12 @@ def visible_keys(query, keys, kv_idx, sequence, head, mask):
 @triton.jit
 def visible_queries(keys, queries, q_idx, sequence, head, mask):
     """Visible pairs (N, M), and the queries (M,) that see some key: no other may be loaded."""
-    seen = is_visible(q_idx[None, :], keys.start[:, None], keys.end[:, None])
     rows = is_visible(q_idx, queries.first, queries.end)
+    seen = is_visible(q_idx[None, :], keys.start[:, None], keys.end[:, None])
+    if mask.fn is not None:
+        args = mask.fn_args
+        seen = seen & mask.fn(sequence.id, head, q_idx[None, :], keys.idx[:, None], *args)
     if mask.fn is not None or mask.keys is not None:
-        seen = _hide(seen, q_idx[None, :], keys.idx[:, None], sequence, head, mask)
         rows = rows & (tl.max(seen.to(tl.int32), 0) > 0)
     return seen, rows
 

@@ -78,24 +78,24 @@ def query_side(
     """Pointers to the first query tile of a head, its output gradient and its row statistics."""
     offsets = tl.arange(0, BLOCK_M)
     batch, row = sequence.q_batch, sequence.q_row
-    at = stat_offset(sequence, head, heads, rows)
+    block = stats_block(sequence, head, heads)
     return QuerySide(
         tile_pointers(operands.q, batch, row, head, offsets, BLOCK_D),
         tile_pointers(operands.grad_out, batch, row, head, offsets, BLOCK_V),
         operands.q.strides[1],
         operands.grad_out.strides[1],
-        stats.row_max + at,
-        stats.log_sum + at,
-        stats.last + at,
+        stats.saved + 2 * block * rows + row,
+        stats.saved + (2 * block + 1) * rows + row,
+        stats.last + block * rows + row,
         seeing[0],
         seeing[1],
     )
 
 
 @triton.jit
-def stat_offset(sequence, head, heads, rows):
-    """Where position 0 of a sequence lies in a contiguous (B, H, S) tensor."""
-    return (sequence.q_batch.to(tl.int64) * heads + head) * rows + sequence.q_row
+def stats_block(sequence, head, heads):
+    """Which of the (B, H) blocks of row statistics belongs to a head of a sequence."""
+    return sequence.q_batch.to(tl.int64) * heads + head
 
 
 @triton.jit
