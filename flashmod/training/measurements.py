@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from flashmod import measure
-from flashmod.measure import tracker as names
+from flashmod.measure.metrics import explained
 from flashmod.training.lightning import Callback, LightningModule, Trainer
 from flashmod.training.replay import StepReplay, state_kept
 
@@ -87,10 +85,11 @@ class AttentionMeasurements(Callback):
             return
         replay = StepReplay(trainer, pl_module, *self._latest)
         found: Metrics = {}
-        with _explained("the training step"):
+        with explained("the training step"):
             found = self._measure_call(replay, pl_module)
             if self.memory:
-                found |= self._measure_step(replay, pl_module)
+                limit = self.time_limit_s
+                found |= self._note(measure.measure_step(replay, pl_module, time_limit_s=limit))
         self.summary |= found
         values = {name: value for name, value in found.items() if value is not None}
         if trainer.is_global_zero and values:
@@ -105,40 +104,20 @@ class AttentionMeasurements(Callback):
             state_kept(pl_module),
         ):
             replay()
-        call, found = watched.captured, Metrics()
-        if call is None:
+        if watched.captured is None:
             logger.warning("no attention call was seen in the training step")
-            return found
-        if self.memory:
-            with _explained("attention memory"):
-                found[names.ATTENTION_PEAK] = measure.attention_peak(call, self.seed)
-            with _explained("dense attention memory"):
-                peak = measure.dense_attention_peak(call, self.time_limit_s, self.seed)
-                self._note(found, names.DENSE_ATTENTION_PEAK, peak)
-        if self.grad_error:
-            with _explained("gradient error"):
-                error = measure.gradient_error(call, self.time_limit_s, self.seed)
-                found |= dict(zip(names.GRAD_ERRORS, error.errors, strict=True))
-                found[names.COVERAGE] = error.coverage
-        return found
+            return {}
+        return self._note(
+            measure.measure_call(
+                watched.captured,
+                time_limit_s=self.time_limit_s,
+                seed=self.seed,
+                memory=self.memory,
+                grad_error=self.grad_error,
+            )
+        )
 
-    def _measure_step(self, replay: StepReplay, pl_module: LightningModule) -> Metrics:
-        found: Metrics = {}
-        with _explained("step memory"):
-            found[names.STEP_PEAK] = measure.step_peak(replay, pl_module)
-        with _explained("dense step memory"):
-            peak = measure.dense_step_peak(replay, pl_module, self.time_limit_s)
-            self._note(found, names.DENSE_STEP_PEAK, peak)
-        return found
-
-    def _note(self, found: Metrics, name: str, peak: measure.Peak) -> None:
-        found[name] = peak.mib
-        (self.predicted.add if peak.predicted else self.predicted.discard)(name)
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        logger.warning("%s is not measured: %s", what, error)
+    def _note(self, measured: measure.Measured) -> Metrics:
+        self.predicted -= measured.values.keys()
+        self.predicted |= measured.predicted
+        return dict(measured.values)
