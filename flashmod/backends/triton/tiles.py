@@ -62,19 +62,13 @@ def choose(kernel: str, head_dim: int, dtype: torch.dtype, call: AttentionCall) 
         return _INTERPRETER
     if dtype.itemsize > 2:
         return TileConfig(*_smallest(_WIDE, head_dim * dtype.itemsize))
-    return TileConfig(*_smallest(_HALF[_family(architecture())][kernel], head_dim))
-
-
-def table() -> dict[str, TileConfig]:
-    """Every row of the tables under a name that says what it serves, for people to read."""
-    half = {
-        f"{name} {kernel}, 16 bit, D <= {limit}": TileConfig(*tiles)
-        for name, kernels in _HALF.items()
-        for kernel, rows in kernels.items()
-        for limit, tiles in rows.items()
-    }
-    wide = {f"all, wider, D <= {n} bytes": TileConfig(*tiles) for n, tiles in _WIDE.items()}
-    return {**half, **wide, "interpreter": _INTERPRETER}
+    tiles = TileConfig(*_smallest(_HALF[_family(architecture())][kernel], head_dim))
+    if not call.mask_fn:
+        return tiles
+    # A mask function needs registers for every pair: shorter steps along the loop.
+    if kernel == "dkv":
+        return tiles._replace(block_m=min(tiles.block_m, 32))
+    return tiles._replace(block_n=min(tiles.block_n, 32))
 
 
 def _family(architecture: str) -> str:
