@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from flashmod.experiments import assemble, cli, console, interrupts, sweeps
 from flashmod.training import wandb_run
@@ -71,7 +72,8 @@ def run_job(cfg: DictConfig) -> None:
             logger.exception("%s: %s", type(error).__name__, error)
             logger.info("its traceback lies in %s", console.near(directory / "result.json"))
             raise RunEnded(error, told=True) from error
-        console.show_summary(summary_rows(record), directory, report=values["report"])
+        if rank_zero_only.rank == 0:
+            console.show_summary(summary_rows(record), directory, report=values["report"])
 
 
 def train(
@@ -97,6 +99,7 @@ def train(
         overrides=overrides,
         config=values,
         seed=values.get("seed", 0),
+        write=rank_zero_only.rank == 0,
     )
     try:
         config = build(TrainConfig, values)
@@ -105,14 +108,14 @@ def train(
             record.start()
             record.finish("failed", error)
         raise
-    if config.ckpt_path is None and read_record(directory):
+    if config.ckpt_path is None and rank_zero_only.rank == 0 and read_record(directory):
         _clean(directory)
     record.start()
     if hint := unused_nvidia_gpu():
         logger.warning("%s", hint)
     run, exit_code = None, 1
     try:
-        if config.logger.wandb is not None:
+        if config.logger.wandb is not None and rank_zero_only.rank == 0:
             run = wandb_run.start(config.logger.wandb, name=name, group=group, values=values)
         _fit(config, record, run, log)
         record.finish("ok")

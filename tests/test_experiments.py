@@ -119,6 +119,15 @@ def test_equal_seeds_give_equal_losses(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_ranks_leave_one_record(tmp_path):
+    ranks = ("trainer.devices=2", "trainer.strategy=ddp", "trainer.accelerator=cpu")
+    done = launch(tmp_path, *DEBUG, *ranks, "data.documents=200", WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    assert record(only_run(tmp_path))["status"] == "ok" and len(wandb_runs(tmp_path)) == 1
+    assert done.stdout.count("tokens/s") == 1
+
+
+@pytest.mark.slow
 def test_script_path_trains_as_the_console_script_does(tmp_path):
     script = Path(str(files("flashmod.experiments"))) / "train.py"
     done = launch(tmp_path, *DEBUG, command=(sys.executable, str(script)), WANDB_MODE="disabled")

@@ -168,3 +168,12 @@ def test_an_nvidia_device_that_torch_cannot_use_is_told_with_the_remedy(monkeypa
     assert "the driver is too old" in hint and "13.0" in hint and "PIP_ARGS=" in hint
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert environment.unused_nvidia_gpu() is None
+
+
+def test_another_rank_keeps_its_record_to_itself(tmp_path):
+    record = RunRecord(
+        tmp_path / "run", name="n", command=[], overrides=[], config={}, seed=0, write=False
+    )
+    record.start()
+    record.finish("ok")
+    assert record.content["status"] == "ok" and not (tmp_path / "run").exists()

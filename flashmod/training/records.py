@@ -33,6 +33,7 @@ class RunRecord:
         config: the resolved configuration, plain types.
         seed: of the run.
         task: kind of run.
+        write: whether this process writes the file; only one rank of several does.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class RunRecord:
         config: Mapping[str, Any],
         seed: int,
         task: str = "train",
+        write: bool = True,
     ) -> None:
+        self._write = write
         self.path = Path(directory) / FILE_NAME
         self._began = time.monotonic()
         self.content: dict[str, Any] = {
@@ -74,8 +77,7 @@ class RunRecord:
         Raises:
             OSError: the folder cannot be written.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, self.content)
+        self.update()
 
     def update(self, **entries: Any) -> None:
         """Merge mappings into, and replace other entries of, the record, and write it."""
@@ -84,7 +86,9 @@ class RunRecord:
                 self.content[key] = {**self.content[key], **value}
             else:
                 self.content[key] = value
-        write_json(self.path, self.content)
+        if self._write:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, self.content)
 
     def finish(self, status: str, error: BaseException | None = None) -> None:
         """Close the record as ``ok``, ``failed`` or ``interrupted``.

@@ -54,8 +54,7 @@ class MetricsCsv(Logger):
         self.columns = ["step", "time", *METRICS]
         self._began = time.monotonic()
         self._broken = False
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._rewrite([])
+        self._create()
 
     @property
     def name(self) -> str:
@@ -83,6 +82,11 @@ class MetricsCsv(Logger):
                 return
         elapsed = round(time.monotonic() - self._began, 3)
         self._append({"step": "" if step is None else step, "time": elapsed, **row})
+
+    @rank_zero_only
+    def _create(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._rewrite([])
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         text = StringIO()
