@@ -201,7 +201,6 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             )
         return dataclasses.replace(self.mask, causal=True)
 
-    @torch.compiler.disable  # it reads lengths on the host
     def _weights(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], average: bool
     ) -> Tensor:
@@ -216,6 +215,6 @@ def _always_call(module: nn.Module, inputs: Any) -> None:
 
 
 def _warn_once(message: str) -> None:
-    if message not in _warned:
+    if message not in _warned and not torch.compiler.is_compiling():
         _warned.add(message)
         _log.warning("%s (logging.getLogger('flashmod').setLevel('ERROR') silences this)", message)

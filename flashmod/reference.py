@@ -5,11 +5,13 @@ It materialises (H, S, S_kv) for one sequence at a time and is differentiated by
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from .masks import mask_fn_on_tensors
-from .spec import AttentionCall, Span, on_tensors, spans
+from .spec import AttentionCall, Limits, Span, on_tensors, sequence_limits, spans
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -52,14 +54,17 @@ def attend_rows(
 
 
 def row_weights(
-    q: Tensor, k: Tensor, call: AttentionCall, span: Span, q_idx: Tensor
+    q: Tensor, k: Tensor, call: AttentionCall, span: Span | _BatchRows, q_idx: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (H, R, S_kv) after dropout, lse (H, R), and which pairs are visible (H, R, S_kv)."""
-    heads, kv_len = q.shape[1], k.shape[0]
+    """Weights (H, R, S_kv) after dropout, lse (H, R), and which pairs are visible (H, R, S_kv).
+
+    Shapes as in :func:`attend_rows`, or with a batch axis before them all.
+    """
+    heads, kv_len = q.shape[-2], k.shape[-3]
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     seen = visible(call, span, heads, q_idx, kv_len)
     keys = _select_seen(_heads_first(k, heads, accumulate), seen)
-    scores = q.transpose(0, 1).to(accumulate) @ keys.mT * call.scale
+    scores = q.transpose(-3, -2).to(accumulate) @ keys.mT * call.scale
     scores = scores.masked_fill(~seen, float("-inf"))
     dead = ~seen.any(-1)
     if kv_len == 0:
@@ -75,7 +80,9 @@ def row_weights(
     return weights, lse, seen
 
 
-def visible(call: AttentionCall, span: Span, heads: int, q_idx: Tensor, kv_len: int) -> Tensor:
+def visible(
+    call: AttentionCall, span: Span | _BatchRows, heads: int, q_idx: Tensor, kv_len: int
+) -> Tensor:
     """(H, R, S_kv) bool: which keys each query row sees."""
     head, kv_idx = _coordinates(heads, kv_len, q_idx)
     lo, hi = on_tensors.key_interval(q_idx[:, None], span.limits)
@@ -85,10 +92,12 @@ def visible(call: AttentionCall, span: Span, heads: int, q_idx: Tensor, kv_len: 
     if call.mask_fn:
         predicate = mask_fn_on_tensors(call.mask_fn)
         seen = seen & predicate(span.sequence_id, head, q_idx[:, None], kv_idx, *call.mask_args)
-    return seen.expand(heads, len(q_idx), kv_len)
+    return seen.expand(*seen.shape[:-3], heads, len(q_idx), kv_len)
 
 
-def kept(call: AttentionCall, span: Span, heads: int, q_idx: Tensor, kv_len: int) -> Tensor:
+def kept(
+    call: AttentionCall, span: Span | _BatchRows, heads: int, q_idx: Tensor, kv_len: int
+) -> Tensor:
     """(H, R, S_kv) bool: which weights dropout keeps."""
     assert call.dropout_seed is not None
     head, kv_idx = _coordinates(heads, kv_len, q_idx, dtype=torch.int32)
@@ -110,7 +119,7 @@ def _coordinates(
 
 def _heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """(S_kv, H_kv, D) -> (H, S_kv, D), each key head repeated for the query heads that share it."""
-    return x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0).to(dtype)
+    return x.transpose(-3, -2).repeat_interleave(heads // x.shape[-2], -3).to(dtype)
 
 
 def _select_seen(x: Tensor, seen: Tensor) -> Tensor:
@@ -118,14 +127,30 @@ def _select_seen(x: Tensor, seen: Tensor) -> Tensor:
     return torch.where(seen.any(-2)[..., None], x, 0.0)
 
 
+class _BatchRows(NamedTuple):
+    """All sequences at once, one per batch row: a Span whose fields broadcast as (B, 1, 1, 1).
+
+    ``n`` and ``kv_rows`` index per-sequence and per-key tensors so that they broadcast likewise.
+    """
+
+    limits: Limits
+    sequence_id: Tensor
+    n: tuple[Any, ...] = (slice(None), None, None, None)
+    kv_rows: tuple[Any, ...] = (slice(None), None, None, slice(None))
+
+
 def call_weights(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
-    """(B, H, S, S_kv) weights after dropout of a call whose sequences are its batch rows."""
-    rows = []
-    for span in spans(call, q, k):
-        q_idx = torch.arange(span.limits.q_len, device=q.device)
-        (q_b, q_at), (k_b, k_at) = span.q_rows, span.kv_rows
-        weights, _, _ = row_weights(q[q_b, q_at], k[k_b, k_at], call, span, q_idx)
-        pad = (0, k.shape[1] - span.kv_len, 0, q.shape[1] - span.limits.q_len)
-        rows.append(torch.nn.functional.pad(weights, pad))
-    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return torch.stack(rows).to(q.dtype) if rows else q.new_zeros(shape)
+    """(B, H, S, S_kv) weights after dropout of a call whose sequences are its batch rows.
+
+    Lengths are not read on the host, so it compiles.
+    """
+    every = (slice(None), None, None, None)
+    limits = sequence_limits(
+        call.q_lengths[every],
+        call.kv_lengths[every],
+        call.align,
+        [column[every] for column in call.limits.unbind(1)],
+    )
+    rows = _BatchRows(limits, call.sequence_ids[every])
+    q_idx = torch.arange(q.shape[1], device=q.device)
+    return row_weights(q, k, call, rows, q_idx)[0].to(q.dtype)

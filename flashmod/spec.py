@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,16 +135,16 @@ def _place(start: int, length: int, rows: int) -> tuple[int, int]:
     return divmod(start, rows) if length else (0, 0)
 
 
-def sequence_limits(q_len: int, kv_len: int, align: int, row: list[int]) -> Limits:
-    """One row of ``AttentionCall.limits`` resolved against the lengths of its sequence."""
+def sequence_limits(q_len: Any, kv_len: Any, align: int, row: Sequence[Any]) -> Limits:
+    """One row of ``AttentionCall.limits`` resolved against its lengths, all ints or all tensors."""
     return Limits(
         q_len,
-        on_ints.diagonal_shift(q_len, kv_len, align),
+        on_tensors.diagonal_shift(q_len, kv_len, align),
         row[WINDOW_LEFT],
         row[WINDOW_RIGHT],
         row[PREFIX_LEN],
         row[FIRST_KEY],
-        min(row[END_KEY], kv_len),
+        HOST_NAMES["minimum"](row[END_KEY], kv_len),
     )
 
 
