@@ -74,10 +74,11 @@ def test_large_logits(largest, dtype):
         assert error <= 16 * eps * largest
 
 
-def test_blocks_of_queries_and_keys_of_any_ratio():
-    inputs = Inputs(*tensors(rows=50, kv_rows=70, heads=(1, 1)), {"mask": Mask(window=(20, 9))})
-    for tiles in ((16, 64), (64, 16), (128, 32)):
-        assert_equals_definition(inputs, TileConfig(*tiles))
+@pytest.mark.parametrize("window", [(None, None), (20, 9)], ids=str)
+@pytest.mark.parametrize("tiles", [(16, 64), (64, 16)], ids=str)
+def test_blocks_of_any_ratio_with_and_without_an_unmasked_middle(tiles, window):
+    inputs = Inputs(*tensors(rows=50, kv_rows=70, heads=(1, 1)), {"mask": Mask(window=window)})
+    assert_equals_definition(inputs, TileConfig(*tiles))
 
 
 def remainders(batch, head, q_idx, kv_idx, step, width):
