@@ -27,7 +27,8 @@ from flashmod.training.callbacks import (
 )
 from flashmod.training.data import DataConfig, load_corpus
 from flashmod.training.module import LitModel, parameter_groups, warmup_cosine
-from flashmod.training.packing import Packed, PackedLoader
+from flashmod.training.packing import Packed, PackedLoader, pack
+from flashmod.training.replay import state_kept
 from flashmod.training.sampler import PackedBatchSampler
 from flashmod.training.tokens import Tokens, count_tokens
 
@@ -77,20 +78,25 @@ def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+class Attend(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 class Plain(pl.LightningModule):
     """A user's module: no flashmod class, tensors as batches, attention through torch's SDPA."""
 
     def __init__(self, losses: list[float] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.qkv = nn.Linear(4, 12)
+        self.qkv, self.attend = nn.Linear(4, 12), Attend()
         self.register_buffer("calls", torch.zeros(()))
         self.losses, self.steps = losses, 0
         self.batches: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        q, k, v = self.qkv(batch).unflatten(-1, (3, 2, 2)).unbind(-3)
-        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        q, k, v = self.qkv(F.dropout(batch, 0.1)).unflatten(-1, (3, 2, 2)).unbind(-3)
+        out = self.attend(*(t.transpose(1, 2) for t in (q, k, v)))
         loss = out.square().mean()
         if self.losses is not None:
             loss = loss * self.losses[min(self.steps, len(self.losses) - 1)]
@@ -149,6 +155,12 @@ def test_precisions(tmp_path, precision) -> None:
     trainer = make_trainer(tmp_path, max_steps=2, precision=precision)
     trainer.fit(make_model(), loader(CORPUS.train))
     assert trainer.callback_metrics["train/loss"].isfinite()
+
+
+def test_loss_of_half_precision_is_computed_in_float32() -> None:
+    total, count = make_model().bfloat16()._loss(pack([b"abc", b"de"]))
+    assert total.dtype == torch.float32
+    assert count == 5
 
 
 def test_schedule_warms_up_and_decays_to_a_tenth() -> None:
@@ -530,9 +542,21 @@ def test_measuring_leaves_no_trace(tmp_path) -> None:
     assert metrics == metrics2
 
 
+def test_gradients_of_an_accumulation_are_put_back() -> None:
+    model = Plain()
+    gradient = model.qkv.weight.grad = torch.ones_like(model.qkv.weight)
+    with state_kept(model):
+        assert model.qkv.weight.grad is None
+        model.qkv(torch.ones(1, 4)).sum().backward()
+    assert model.qkv.weight.grad is gradient
+    assert bool((gradient == 1).all())
+    assert model.qkv.bias.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 def test_compiled_parts_are_measured_too(tmp_path) -> None:
     model = Plain()
-    model.qkv.compile(backend="eager")
+    model.attend.compile(backend="eager")
     callback, _ = measured(tmp_path, model, plain_batches(2), memory=False)
     assert callback.summary["grad_error/out"] < 1e-5
 
@@ -593,6 +617,7 @@ from flashmod.models import ModelConfig
 from flashmod.training.callbacks import StopOnNonFinite, Throughput
 from flashmod.training.module import LitModel
 from flashmod.training.packing import PackedLoader
+from flashmod.training.replay import state_kept
 from flashmod.training.sampler import PackedBatchSampler
 
 devices, path = int(sys.argv[1]), sys.argv[2]
