@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import LAYOUTS, SEED, Case, Inputs, build, by_head, cu_seqlens, run
+from cases import LAYOUTS, SEED, Case, Inputs, build, by_head, cu_seqlens, run, striped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,20 +87,20 @@ def test_any_ragged_batch_equals_its_sequences(lengths, tiles, window, prefix):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sequence_alone_equals_itself_in_the_batch_bitwise(backend):
+@pytest.mark.parametrize("mask", [MASK, Mask(fn=striped, fn_args=(3, 2))], ids=["interval", "fn"])
+def test_a_sequence_alone_equals_itself_in_the_batch_bitwise(backend, mask):
+    """Given its own id, which dropout and the mask function see."""
     tensors = packed()
-    whole = results(tensors, backend, cu_seqlens_q=cu_seqlens(LENGTHS))
-    for n, length in enumerate(LENGTHS):
+    whole = results(tensors, backend, mask=mask, cu_seqlens_q=cu_seqlens(LENGTHS))
+    for n in (0, 2):
         at = slice(sum(LENGTHS[:n]), sum(LENGTHS[: n + 1]))
-        alone = results(
-            [x[at] for x in tensors],
-            backend,
-            cu_seqlens_q=cu_seqlens([length]),
-            sequence_ids=torch.tensor([n]),
-        )
-        assert_equal(
-            type(whole)(whole.out[at], whole.lse[:, at], *(x[at] for x in whole[2:])), alone
-        )
+        options = {
+            "cu_seqlens_q": cu_seqlens(LENGTHS[n : n + 1]),
+            "sequence_ids": torch.tensor([n]),
+        }
+        alone = results([x[at] for x in tensors], backend, mask=mask, **options)
+        parts = (whole.out[at], whole.lse[:, at], *(x[at] for x in whole[2:]))
+        assert_equal(type(whole)(*parts), alone)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
