@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -162,7 +163,7 @@ def bind(
     """
     leaves = vars(rules) if functions is None else functions
     leaves = {name: fn for name, fn in leaves.items() if isinstance(fn, types.FunctionType)}
-    scope = dict(names)
+    scope = {"__builtins__": builtins, **names}
     for name, fn in leaves.items():
         bound = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
         bound.__module__, bound.__qualname__ = fn.__module__, fn.__qualname__
