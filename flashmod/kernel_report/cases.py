@@ -19,7 +19,7 @@ def dilated(batch, head, q_idx, kv_idx, step):  # type: ignore[no-untyped-def]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"mask": Mask(causal=True)},  # any window or prefix is the same kernel
-    "mask_fn": {"mask": Mask(causal=True, fn=dilated, fn_args=(2,))},
+    "mask_fn": {"mask": Mask(causal=True, fn=dilated, fn_args=(1,))},
     "key_mask": {"attn_mask": torch.ones(2, 1, 1, 64, dtype=torch.bool)},
     "dropout": {"dropout_p": 0.1, "dropout_seed": 0},
 }

@@ -46,12 +46,15 @@ class SequenceTable(NamedTuple):
 
 
 class MaskArg(NamedTuple):
-    """What hides keys beside the interval of a query; ``None`` fields compile to nothing."""
+    """What hides keys beside the interval of a query; ``None`` fields compile to nothing.
 
-    fn: Any  # a jitted predicate, or None
+    Triton 3.6 loses a number 1 that follows a None in a struct, so the numbers come first.
+    """
+
+    key_strides: tuple[int, ...]
     fn_args: tuple[float, ...]
     keys: Tensor | None  # (B, S_kv) bool, True = visible
-    key_strides: tuple[int, ...]
+    fn: Any  # a jitted predicate, or None
 
 
 class DropoutArg(NamedTuple):

@@ -155,7 +155,7 @@ def _table(call: AttentionCall, work: Tensor) -> SequenceTable:
 def _mask(call: AttentionCall) -> MaskArg:
     fn = compiled_mask_fn(call.mask_fn) if call.mask_fn else None
     strides = () if call.key_mask is None else call.key_mask.stride()
-    return MaskArg(fn, tuple(call.mask_args), call.key_mask, strides)
+    return MaskArg(strides, tuple(call.mask_args), call.key_mask, fn)
 
 
 def _dropout(call: AttentionCall) -> DropoutArg:
