@@ -298,11 +298,3 @@ def test_copies_and_pickles():
         with torch.no_grad():
             twin.in_proj_weight.zero_()
         assert not torch.equal(twin(x)[0], ours(x)[0])
-
-
-def test_weights_compile_without_a_graph_break():
-    module = FlashMultiheadAttention(8, 2, batch_first=True)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 5, 8)
-    for got, want in zip(compiled(x, x, x), module(x, x, x), strict=True):
-        torch.testing.assert_close(got, want)
