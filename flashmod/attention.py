@@ -110,9 +110,8 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             query, key, value: (L, N, E), (N, L, E) with ``batch_first``, or unbatched (L, E), as in
                 torch; (T, E) packed with ``cu_seqlens``. key and value default to query.
             key_padding_mask: (N, S), True (or -inf) = hidden key. Limits keys only, as in torch.
-            need_weights: also return the attention weights, quadratic in memory and a graph break
-                under ``torch.compile``. Default: True, as in torch, but False for packed input,
-                which has none.
+            need_weights: also return the attention weights, quadratic in memory. Default: True, as
+                in torch, but False for packed input, which has none.
             attn_mask: read only as torch reads it together with ``is_causal``; otherwise not
                 supported yet: say it with ``mask=Mask(...)``.
             average_attn_weights: average the weights over heads.
