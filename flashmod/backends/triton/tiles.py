@@ -71,6 +71,18 @@ def choose(kernel: str, head_dim: int, dtype: torch.dtype, call: AttentionCall) 
     return tiles._replace(block_n=min(tiles.block_n, 32))
 
 
+def table() -> dict[str, TileConfig]:
+    """Every row of the tables under a name that says what it serves, for people to read."""
+    half = {
+        f"{name} {kernel}, 16 bit, D <= {limit}": TileConfig(*tiles)
+        for name, kernels in _HALF.items()
+        for kernel, rows in kernels.items()
+        for limit, tiles in rows.items()
+    }
+    wide = {f"all, wider, D <= {n} bytes": TileConfig(*tiles) for n, tiles in _WIDE.items()}
+    return {**half, **wide, "interpreter": _INTERPRETER}
+
+
 def _family(architecture: str) -> str:
     """The table that serves a device. Consumer cards (sm_86, sm_89, sm_120) use that of sm_80."""
     if not architecture.startswith("sm_"):
