@@ -130,10 +130,8 @@ def test_compiles_without_a_break_and_once_for_all_lengths():
     assert counter.frame_count == 2
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo, at a break
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_compiles_with_padding(need_weights):
-    """Weights read lengths on the host: one graph break, the same values."""
     module = FlashMultiheadAttention(E, H, batch_first=True)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x, padding = torch.randn(1, 3, E), torch.tensor([[False, True, False]])
