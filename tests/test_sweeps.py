@@ -14,7 +14,6 @@ from launching import COMMAND, environment, launch, record, wandb_records, wandb
 from omegaconf import OmegaConf
 
 from flashmod.experiments import sweeps
-from flashmod.training.environment import cores
 
 DEBUG = ("experiment=debug", "measure=none", "report=false")
 
@@ -55,14 +54,15 @@ def test_journal_tells_the_last_state_of_every_job(tmp_path):
 
 
 def test_parallel_jobs_share_the_cores(monkeypatch):
-    given = []
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 * cores())
+    monkeypatch.setattr(sweeps, "DEFAULT_THREADS", 8)
+    monkeypatch.setattr(sweeps, "cores", lambda: 8)
     target = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
-    for jobs in (1, 2, -1, 10 * cores()):
-        sweeps._share_cores(OmegaConf.create({"_target_": target, "n_jobs": jobs}))
-    sweeps._share_cores(OmegaConf.create({"_target_": "hydra._internal.BasicLauncher"}))
-    assert given == [cores(), max(1, cores() // 2), 1, 1]
+    for jobs, share in ((1, 8), (3, 2), (-1, 1), (80, 1)):
+        launcher = OmegaConf.create({"_target_": target, "n_jobs": jobs})
+        assert sweeps.threads_for(None, launcher) == share
+        assert sweeps.threads_for(1, launcher) == 1
+    basic = {"_target_": "hydra._internal.BasicLauncher"}
+    assert [sweeps.threads_for(n, basic) for n in (None, 3, 99)] == [8, 3, 8]
 
 
 def history(records: list[Any]) -> list[tuple[str, Any]]:
@@ -135,7 +135,12 @@ def test_a_repeated_sweep_skips_what_is_done(failing_sweep):
 @pytest.mark.slow
 def test_parallel_jobs_have_one_thread_and_one_record_each(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    parallel = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=-1", "hydra.sweep.dir=s")
+    parallel = (
+        "trainer.threads=null",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=-1",
+        "hydra.sweep.dir=s",
+    )
     done = launch(tmp_path, "-m", *DEBUG, "optimizer.lr=0.001,1e30,0.002", *parallel)
     assert done.returncode == 3, done.stderr
     records = [record(tmp_path / "s" / str(i)) for i in range(3)]
