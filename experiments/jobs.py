@@ -1,32 +1,20 @@
-"""One job: validate, keep a record, train, measure, sum up."""
+"""What Hydra runs: one training, or one job of a sweep."""
 
 import functools
-import json
 import logging
-import os
-import shutil
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from flashmod.experiments import assemble, cli, console, interrupts, sweeps
-from flashmod.training import wandb_run
-from flashmod.training.data import load_corpus
-from flashmod.training.environment import unused_nvidia_gpu
-from flashmod.training.records import RunRecord, read_record
-from flashmod.training.schema import ConfigError, build
-from flashmod.training.settings import TrainConfig
+from flashmod.experiments import console, interrupts, sweeps
+from flashmod.experiments.runs import train
+from flashmod.training.schema import ConfigError
 from flashmod.training.summary import summary_rows
-from flashmod.training.tracking import MetricsCsv
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +46,7 @@ def run_job(cfg: DictConfig) -> None:
         overrides=overrides,
         group=Path(place.sweep.dir).name if sweeping else None,
         log=Path(place.runtime.output_dir, f"{place.job.name}.log"),
+        launcher=place.launcher,
     )
     with interrupts.raising():
         if sweeping:
@@ -74,115 +63,3 @@ def run_job(cfg: DictConfig) -> None:
             raise RunEnded(error, told=True) from error
         if rank_zero_only.rank == 0:
             console.show_summary(summary_rows(record), directory, report=values["report"])
-
-
-def train(
-    values: Mapping[str, Any],
-    directory: Path,
-    *,
-    overrides: list[str],
-    group: str | None,
-    log: Path,
-) -> dict[str, Any]:
-    """Train as ``values`` say, into ``directory``, and return the record.
-
-    Whatever happens, ``result.json`` says how it ended and the W&B run is finished.
-
-    Raises:
-        ConfigError: before anything starts; for a job of a sweep the record says so.
-    """
-    name = values.get("name") or _name(overrides)
-    record = RunRecord(
-        directory,
-        name=name,
-        command=json.loads(os.environ.get(cli.COMMAND, "null")) or sys.argv,
-        overrides=overrides,
-        config=values,
-        seed=values.get("seed", 0),
-        write=rank_zero_only.rank == 0,
-    )
-    try:
-        config = build(TrainConfig, values)
-    except ConfigError as error:
-        if group is not None:
-            record.start()
-            record.finish("failed", error)
-        raise
-    if config.ckpt_path is None and rank_zero_only.rank == 0 and read_record(directory):
-        _clean(directory)
-    record.start()
-    if hint := unused_nvidia_gpu():
-        logger.warning("%s", hint)
-    run, exit_code = None, 1
-    try:
-        if config.logger.wandb is not None and rank_zero_only.rank == 0:
-            run = wandb_run.start(config.logger.wandb, name=name, group=group, values=values)
-        _fit(config, record, run, log)
-        record.finish("ok")
-        exit_code = 0
-    except interrupts.Interrupted as stop:
-        exit_code = stop.exit_code
-        _close(record, "interrupted", stop)
-        raise
-    except BaseException as error:
-        _close(record, "failed", error)
-        raise
-    finally:
-        wandb_run.close(run, exit_code)
-    return record.content
-
-
-def _fit(config: TrainConfig, record: RunRecord, run: Any, log: Path) -> None:
-    directory = record.path.parent
-    pl.seed_everything(config.seed, workers=True, verbose=False)
-    corpus = load_corpus(config.data)
-    loggers: list[Logger] = [MetricsCsv(directory / "metrics.csv")]
-    if run is not None:
-        loggers.append(wandb_run.WandbMetrics(run))
-    record.update(
-        data=corpus.record(),
-        files={
-            "metrics": "metrics.csv",
-            "log": _relative(log, directory),
-            "wandb": None if run is None else _relative(Path(run.dir).parent, directory),
-        },
-    )
-    trainer = assemble.trainer(config, directory, loggers, progress=_progress(config))
-    trainer.fit(
-        assemble.module(config), *assemble.loaders(config, corpus), ckpt_path=config.ckpt_path
-    )
-    values = {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
-    values["data/unigram_entropy"] = corpus.unigram_entropy
-    values["data/seq_len"] = config.data.seq_len
-    found, predicted = assemble.measured(trainer)
-    values |= {name: value for name, value in found.items() if value is not None}
-    record.update(summary=values, predicted=predicted, files=assemble.written(directory))
-    if run is not None:
-        run.summary.update(values)
-
-
-def _close(record: RunRecord, status: str, error: BaseException) -> None:
-    try:
-        record.finish(status, error)
-    except OSError as full:
-        logger.error("%s", full)
-
-
-def _clean(directory: Path) -> None:
-    """Remove what an earlier attempt in the same folder left, so that it is not taken for new."""
-    shutil.rmtree(directory / assemble.CHECKPOINTS, ignore_errors=True)
-    (directory / assemble.WEIGHTS).unlink(missing_ok=True)
-
-
-def _name(overrides: list[str]) -> str:
-    told = [o for o in overrides if not o.startswith(("sweep=", "logger", "report"))]
-    return " ".join(told) or "default"
-
-
-def _progress(config: TrainConfig) -> bool:
-    wanted = config.trainer.progress
-    return sys.stderr.isatty() if wanted is None else wanted
-
-
-def _relative(path: Path, start: Path) -> str:
-    return os.path.relpath(path, start)

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 JOURNAL = "jobs.jsonl"
 JOBS_FAILED = 3
+DEFAULT_THREADS = torch.get_num_threads()  # before any job changes it
 # Parts of the configuration that change no number of a run.
 INCIDENTAL = ("logger", "report", "name")
 
@@ -60,7 +61,6 @@ def run_one(train: Callable[[Path], Any], values: Mapping[str, Any], overrides: 
     """
     place = HydraConfig.get()
     sweep, number = Path(place.sweep.dir), int(place.job.num)
-    _share_cores(place.launcher)
     done = find_done(sweep, values)
     if done is not None:
         logger.info(
@@ -155,13 +155,16 @@ def _note(sweep: Path, entry: Entry) -> None:
         logger.warning("cannot write %s: %s", sweep / JOURNAL, error.strerror)
 
 
-def _share_cores(launcher: Any) -> None:
-    """Give each of several jobs at a time its share of the cores, not all of them to each."""
-    if "joblib" not in str(launcher.get("_target_", "")):
-        return
-    jobs = launcher.get("n_jobs") or 1
-    jobs = cores() if jobs < 0 else jobs
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // jobs)))
+def threads_for(wanted: int | None, launcher: Any) -> int:
+    """CPU threads of one job: ``wanted``, but no more than its share of the cores.
+
+    With each of several jobs at a time on all cores, all of them are several times slower.
+    """
+    available = DEFAULT_THREADS
+    if "joblib" in str(launcher.get("_target_", "")):
+        jobs = launcher.get("n_jobs") or 1
+        available = max(1, min(available, cores() // (cores() if jobs < 0 else jobs)))
+    return min(wanted or available, available)
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:

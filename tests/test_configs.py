@@ -11,7 +11,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from flashmod.experiments.jobs import train
+from flashmod.experiments.runs import train
 from flashmod.training.forms import form_of, keys_of, nearest
 from flashmod.training.records import read_record
 from flashmod.training.schema import ConfigError, build

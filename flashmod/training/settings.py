@@ -75,6 +75,8 @@ class TrainerConfig:
         val_batches: batches of a validation, None for all.
         log_every: steps between two logged values.
         accelerator, devices, strategy, precision: as in Lightning.
+        threads: CPU threads of torch, at most what it would take itself; None for that many.
+            A small model gains nothing from many, and loses much where the cores are shared.
         grad_clip: largest gradient norm, None for no limit.
         progress: a progress bar; None for one only where a terminal shows it.
     """
@@ -87,6 +89,7 @@ class TrainerConfig:
     devices: int = number(1, low=1)
     strategy: str = "auto"
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
+    threads: int | None = number(None, low=1)
     grad_clip: float | None = number(1.0, low=0)
     progress: bool | None = None
 
