@@ -220,3 +220,11 @@ def test_the_figure_is_a_picture_of_memory_against_length(tmp_path):
     record(tmp_path / "one")
     with pytest.raises(report.NoRecordsError, match="two lengths"):
         report.figure([tmp_path / "one"], tmp_path / "none.svg")
+
+
+def test_a_limited_address_space_is_told_before_it_ends_the_process(tmp_path, monkeypatch):
+    sweep(tmp_path / "sweep")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (8_000_000 << 10, -1))
+    with pytest.raises(OSError, match=r"64 GiB .* 7\.6 GiB .*--text"):
+        report.write([tmp_path / "sweep"])
+    assert "1,024" in report.as_text([tmp_path / "sweep"])
