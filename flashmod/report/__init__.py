@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from flashmod.report import charts, page, text
+from flashmod.report import engine, page, text
 from flashmod.report.findings import findings
 from flashmod.report.records import NoRecordsError, read
 from flashmod.report.sections import memory_section
@@ -55,7 +55,7 @@ def figure(dirs: Iterable[str | os.PathLike[str]], output: str | os.PathLike[str
             f"{', '.join(map(str, folders))}: the figure needs attention memory at two lengths or "
             "more, such as flashmod-train sweep=lengths leaves"
         )
-    return _replace(Path(output), charts.svg(section.specs["memory"]))
+    return _replace(Path(output), engine.svg(section.specs["memory"]))
 
 
 def _replace(target: Path, content: str) -> Path:
@@ -82,4 +82,4 @@ def _made_by() -> str:
         own = version("flashmod")
     except PackageNotFoundError:
         own = "not installed"
-    return f"{command} (flashmod {own}, altair {charts.altair().__version__})"
+    return f"{command} (flashmod {own}, altair {engine.altair().__version__})"

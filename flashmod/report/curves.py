@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flashmod.report.charts import COLOURS, EXTRA_COLOURS, Spec, altair, finish, legend, rule
+from flashmod.report.charts import COLOURS, EXTRA_COLOURS, finish, legend, rule
+from flashmod.report.engine import Spec, altair
 from flashmod.report.findings import unigram_entropy
 from flashmod.report.records import Run
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from flashmod.report import blocks, charts
+from flashmod.report import blocks, engine
 from flashmod.report.assets import SCRIPT, STYLE
 from flashmod.report.blocks import esc
 from flashmod.report.curves import training_curves
@@ -44,7 +44,7 @@ def render(records: Records, source: str, made_by: str) -> str:
     shown = [section for section in sections if section is not None]
     specs = {key: spec for section in shown for key, spec in section.specs.items()}
     body = "".join(f"<section><h2>{esc(s.title)}</h2>{s.body}</section>" for s in shown)
-    script = f"<script>{charts.bundle()}</script>" if specs else ""
+    script = f"<script>{engine.bundle()}</script>" if specs else ""
     title = _title(records)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

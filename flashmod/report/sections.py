@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flashmod.report import blocks, charts
+from flashmod.report import blocks, charts, engine
 from flashmod.report.blocks import esc
 from flashmod.report.findings import FP32_TARGET, is_fp32
 from flashmod.report.records import Run
@@ -20,7 +20,7 @@ class Section(NamedTuple):
 
     title: str
     body: str
-    specs: dict[str, charts.Spec]
+    specs: dict[str, engine.Spec]
 
 
 def memory_section(runs: Sequence[Run], variants: Variants) -> Section | None:
@@ -61,7 +61,7 @@ def error_section(runs: Sequence[Run], variants: Variants) -> Section | None:
     return Section("Gradient error", f"{_note(note, shared)}{charted}{table}", specs)
 
 
-def _error_charts(found: Sequence[Point]) -> tuple[str, dict[str, charts.Spec]]:
+def _error_charts(found: Sequence[Point]) -> tuple[str, dict[str, engine.Spec]]:
     """A grid of charts on one scale; an empty text without points."""
     series = list(dict.fromkeys(point.series for point in found))
     values = [point.value for point in found if point.value > 0]
@@ -97,7 +97,7 @@ def _by_length(
     if not found:
         return None
     lines, alone, shared = split(found)
-    specs: dict[str, charts.Spec] = {}
+    specs: dict[str, engine.Spec] = {}
     body = ""
     if lines:
         if any(point.runs > 1 for point in lines):
