@@ -205,18 +205,34 @@ def odd_keys(batch, head, q_idx, kv_idx):
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy, in the interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
-def test_rows_that_see_no_key_are_not_read(backend, fill):
-    """Queries and incoming gradients of rows whose window lies past the last key."""
+@pytest.mark.parametrize("hides", ["window", "mask_fn", "key_mask"])
+def test_rows_that_see_no_key_are_not_read(backend, fill, hides):
+    """Queries and incoming gradients of rows whose every key is hidden, by whatever means."""
+    options, dead = {
+        "window": ({"mask": Mask(window=(4, None), align="top_left")}, torch.arange(18) >= 9),
+        "mask_fn": ({"mask": Mask(fn=even_queries)}, torch.arange(18) % 2 == 1),
+        "key_mask": (
+            {
+                "mask": Mask(window=(0, 0), align="top_left"),
+                "attn_mask": torch.tensor([True, False, True, True, True])[None, None, None],
+            },
+            (torch.arange(18) == 1) | (torch.arange(18) > 4),
+        ),
+    }[hides]
     tensors = [torch.randn(1, n, 2, 8) for n in (18, 5, 5, 18)]
-    dead = torch.arange(18) >= 9
     poisoned = [
         x.masked_fill(dead[:, None, None], fill) if x.shape[1] == 18 else x for x in tensors
     ]
-    options = {"mask": Mask(window=(4, None), align="top_left")}
-    clean, got = (results(x, backend, **options) for x in (tensors, poisoned))
+    poisoned_lse = torch.ones(1, 2, 18).masked_fill(dead, fill)
+    clean = results(tensors, backend, **options)
+    got = results(poisoned, backend, grad_lse=poisoned_lse, **options)
     assert_equal(clean, got)
-    assert (got.out[:, 9:] == 0).all() and (got.dq[:, 9:] == 0).all()
-    assert (got.lse[..., 9:] == -torch.inf).all()
+    assert (got.out[:, dead] == 0).all() and (got.dq[:, dead] == 0).all()
+    assert (got.lse[..., dead] == -torch.inf).all()
+
+
+def even_queries(batch, head, q_idx, kv_idx):
+    return q_idx % 2 == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -57,12 +57,14 @@ def backward(
         sequence = _Sequence(q, k, v, call, span)
         dk_n, dv_n = torch.zeros_like(sequence.k), torch.zeros_like(sequence.v)
         for m in sequence.query_tiles():
-            grad = sequence.fold(torch.where(m.live[:, None, None], grad_out[m.rows], 0.0))
+            row_max, row_log = (part[m.stat_rows].view(m.q.shape[:-1]) for part in stats)
+            dead = row_max == float("-inf")  # no key was seen: what lies in such a row is not read
+            m = m._replace(q=m.q.masked_fill(dead[..., None], 0.0))
+            grad = sequence.fold(grad_out[m.rows]).masked_fill(dead[..., None], 0.0)
             delta = (grad * sequence.fold(out[m.rows])).sum(-1)
             if grad_lse is not None:
                 lse_rows = grad_lse[m.stat_rows].to(delta.dtype).view_as(delta)
-                delta = delta - torch.where(m.live, lse_rows, 0.0)
-            row_max, row_log = (part[m.stat_rows].view_as(delta) for part in stats)
+                delta = delta - lse_rows.masked_fill(dead, 0.0)
             # Tiles are recomputed before normalisation: the row sum divides these rows instead.
             norm = row_log.neg().exp_()
             rows = _GradientRows(grad.mul_(norm[..., None]), delta.mul_(norm), _pivot(row_max))
@@ -130,7 +132,6 @@ class _QueryTile(NamedTuple):
     q: Tensor  # (H_kv, G, M, D), scaled
     lo: Tensor  # (M, 1), the key interval of every row
     hi: Tensor
-    live: Tensor  # (M,), rows that see some key
 
 
 class _KeyTile(NamedTuple):
@@ -173,8 +174,7 @@ class _Sequence:
             rows = (self.span.q_batch, slice(start, start + size))
             q_idx = torch.arange(first, first + size, device=self.q.device)
             lo, hi = on_tensors.key_interval(q_idx, self.span.limits)
-            live = hi > lo
-            q = torch.where(live[:, None, None], self.q[rows], 0.0)
+            q = torch.where((lo < hi)[:, None, None], self.q[rows], 0.0)
             stat_rows = (rows[0], slice(None), rows[1])
             yield _QueryTile(
                 first,
@@ -184,7 +184,6 @@ class _Sequence:
                 self.fold(q) * self.call.scale,
                 lo[:, None],
                 hi[:, None],
-                live,
             )
 
     def key_tiles(self, m: _QueryTile) -> Iterator[_KeyTile]:
