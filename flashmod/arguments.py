@@ -1,4 +1,4 @@
-"""From what a caller writes to one immutable call: shapes, dtypes, layouts and defaults."""
+"""From what a caller writes to one immutable call: operands, numbers and defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .masks import Mask
-from .spec import DROPOUT_STEPS, END_KEY, FIRST_KEY, AttentionCall, TileConfig
+from .sequences import ids, narrow, place, visible_keys
+from .spec import DROPOUT_STEPS, AttentionCall, TileConfig
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,34 +47,17 @@ def prepare(
     mask = Mask() if mask is None else mask
     q, k, v = _autocast(q, k, v)
     _check_operands(q, k, v, cu_seqlens_q)
-    if cu_seqlens_q is not None:
-        if lengths_q is not None or lengths_k is not None:
-            raise ValueError(
-                "lengths_q and lengths_k describe padded input; cu_seqlens_q was given as well"
-            )
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        q_starts, q_lengths = _packed("cu_seqlens_q", cu_seqlens_q, q)
-        kv_starts, kv_lengths = _packed("cu_seqlens_k", cu_seqlens_k, k)
+    places = place(q, k, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k)
+    count = places.q_starts.shape[0]
+    packed = cu_seqlens_q is not None
+    if packed:
         q, k, v = q[None], k[None], v[None]
-    else:
-        if cu_seqlens_k is not None:
-            raise ValueError("cu_seqlens_k was given without cu_seqlens_q: pack both q and k")
-        q_starts, q_lengths = _padded("lengths_q", lengths_q, q)
-        kv_starts, kv_lengths = _padded("lengths_k", lengths_k, k)
-    count = q_starts.shape[0]
-    if kv_starts.shape[0] != count:
-        raise ValueError(
-            f"cu_seqlens_q describes {count} sequences, cu_seqlens_k {kv_starts.shape[0]}"
-        )
     threshold = dropout_threshold(dropout_p)
-    key_mask = _key_mask(attn_mask, k, packed=cu_seqlens_q is not None)
+    key_mask = visible_keys(attn_mask, k, packed=packed)
     call = AttentionCall(
-        q_starts=q_starts,
-        q_lengths=q_lengths,
-        kv_starts=kv_starts,
-        kv_lengths=kv_lengths,
-        sequence_ids=_sequence_ids(sequence_ids, count, q.device),
-        limits=_narrow(mask.limits(count, q.device), key_mask),
+        *places,
+        sequence_ids=ids(sequence_ids, count, q.device),
+        limits=narrow(mask.limits(count, q.device), key_mask),
         key_mask=key_mask,
         dropout_seed=_seed(dropout_seed, q.device) if threshold else None,
         dropout_threshold=threshold,
@@ -147,81 +131,6 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) 
         raise ValueError(
             f"the number of key heads must divide that of query heads, got {kv_heads} and {heads}"
         )
-
-
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-
-
-def _packed(name: str, cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    _check_tensor(name, cu_seqlens)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must be (N + 1,), got shape {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}: call .to(torch.int32)")
-    if cu_seqlens.device != x.device:
-        raise ValueError(f"{name} is on {cu_seqlens.device}, the tokens are on {x.device}")
-    return cu_seqlens[:-1], cu_seqlens.diff()
-
-
-def _padded(name: str, lengths: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    batch, rows = x.shape[:2]
-    starts = torch.arange(batch, dtype=torch.int32, device=x.device) * rows
-    if lengths is None:
-        return starts, torch.full((batch,), rows, dtype=torch.int32, device=x.device)
-    _check_tensor(name, lengths)
-    if lengths.shape != (batch,):
-        raise ValueError(
-            f"{name} must be ({batch},), one length per batch row, got {tuple(lengths.shape)}"
-        )
-    if lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
-    return starts, lengths.to(device=x.device, dtype=torch.int32)
-
-
-def _sequence_ids(sequence_ids: Tensor | None, count: int, device: torch.device) -> Tensor:
-    if sequence_ids is None:
-        return torch.arange(count, dtype=torch.int32, device=device)
-    _check_tensor("sequence_ids", sequence_ids)
-    if sequence_ids.shape != (count,):
-        raise ValueError(
-            f"sequence_ids must be ({count},), one per sequence, got {tuple(sequence_ids.shape)}"
-        )
-    return sequence_ids.to(device=device, dtype=torch.int32)
-
-
-def _key_mask(attn_mask: Tensor | None, k: Tensor, *, packed: bool) -> Tensor | None:
-    if attn_mask is None:
-        return None
-    _check_tensor("attn_mask", attn_mask)
-    if packed:
-        raise NotImplementedError(
-            "attn_mask for packed input is not supported yet: describe it with mask=Mask(...)"
-        )
-    if attn_mask.dtype != torch.bool or attn_mask.dim() != 4 or attn_mask.shape[1:3] != (1, 1):
-        raise NotImplementedError(
-            f"attn_mask of dtype {attn_mask.dtype} and shape {tuple(attn_mask.shape)} is not "
-            "supported yet: give a bool key-padding mask "
-            f"({k.shape[0]}, 1, 1, {k.shape[1]}), True = visible, or describe it with "
-            "mask=Mask(...)"
-        )
-    if attn_mask.shape[0] not in (1, k.shape[0]) or attn_mask.shape[3] != k.shape[1]:
-        raise ValueError(
-            f"attn_mask has shape {tuple(attn_mask.shape)}, but k needs "
-            f"({k.shape[0]}, 1, 1, {k.shape[1]})"
-        )
-    return attn_mask[:, 0, 0].expand(k.shape[0], -1)
-
-
-def _narrow(limits: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Narrow key intervals to the first and last visible key, so that padding is not visited."""
-    if key_mask is None or key_mask.shape[1] == 0:
-        return limits
-    key = torch.arange(key_mask.shape[1], dtype=torch.int32, device=key_mask.device)
-    limits[:, FIRST_KEY] = torch.where(key_mask, key, key_mask.shape[1]).amin(1)
-    limits[:, END_KEY] = torch.where(key_mask, key + 1, 0).amax(1)
-    return limits
 
 
 def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:

@@ -1,0 +1,126 @@
+"""Which rows of the operands are sequences, and which of their keys can be seen at all."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .spec import END_KEY, FIRST_KEY
+
+
+class Places(NamedTuple):
+    """First row, of the flattened (B*S) row axis, and length of every sequence: (N,) int32."""
+
+    q_starts: Tensor
+    q_lengths: Tensor
+    kv_starts: Tensor
+    kv_lengths: Tensor
+
+
+def place(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    lengths_q: Tensor | None,
+    lengths_k: Tensor | None,
+) -> Places:
+    """Where sequences lie: packed if ``cu_seqlens_q`` is given, else one in every batch row.
+
+    Args:
+        q, k: (T, H, D) packed, else (B, S, H, D).
+    """
+    if cu_seqlens_q is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k was given without cu_seqlens_q: pack both q and k")
+        return Places(*_padded("lengths_q", lengths_q, q), *_padded("lengths_k", lengths_k, k))
+    if lengths_q is not None or lengths_k is not None:
+        raise ValueError(
+            "lengths_q and lengths_k describe padded input; cu_seqlens_q was given as well"
+        )
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    q_side = _packed("cu_seqlens_q", cu_seqlens_q, q)
+    kv_side = _packed("cu_seqlens_k", cu_seqlens_k, k)
+    count, kv_count = q_side[0].shape[0], kv_side[0].shape[0]
+    if count != kv_count:
+        raise ValueError(f"cu_seqlens_q describes {count} sequences, cu_seqlens_k {kv_count}")
+    return Places(*q_side, *kv_side)
+
+
+def _packed(name: str, cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    _check_tensor(name, cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} must be (N + 1,), got shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}: call .to(torch.int32)")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{name} is on {cu_seqlens.device}, the tokens are on {x.device}")
+    return cu_seqlens[:-1], cu_seqlens.diff()
+
+
+def _padded(name: str, lengths: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    batch, rows = x.shape[:2]
+    starts = torch.arange(batch, dtype=torch.int32, device=x.device) * rows
+    if lengths is None:
+        return starts, torch.full((batch,), rows, dtype=torch.int32, device=x.device)
+    _check_tensor(name, lengths)
+    if lengths.shape != (batch,):
+        raise ValueError(
+            f"{name} must be ({batch},), one length per batch row, got {tuple(lengths.shape)}"
+        )
+    if lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
+    return starts, lengths.to(device=x.device, dtype=torch.int32)
+
+
+def ids(sequence_ids: Tensor | None, count: int, device: torch.device) -> Tensor:
+    """(N,) int32, 0..N-1 unless given."""
+    if sequence_ids is None:
+        return torch.arange(count, dtype=torch.int32, device=device)
+    _check_tensor("sequence_ids", sequence_ids)
+    if sequence_ids.shape != (count,):
+        raise ValueError(
+            f"sequence_ids must be ({count},), one per sequence, got {tuple(sequence_ids.shape)}"
+        )
+    return sequence_ids.to(device=device, dtype=torch.int32)
+
+
+def visible_keys(attn_mask: Tensor | None, k: Tensor, *, packed: bool) -> Tensor | None:
+    """(B, S_kv) bool out of a key-padding mask (B | 1, 1, 1, S_kv), True = visible."""
+    if attn_mask is None:
+        return None
+    _check_tensor("attn_mask", attn_mask)
+    if packed:
+        raise NotImplementedError(
+            "attn_mask for packed input is not supported yet: describe it with mask=Mask(...)"
+        )
+    if attn_mask.dtype != torch.bool or attn_mask.dim() != 4 or attn_mask.shape[1:3] != (1, 1):
+        raise NotImplementedError(
+            f"attn_mask of dtype {attn_mask.dtype} and shape {tuple(attn_mask.shape)} is not "
+            "supported yet: give a bool key-padding mask "
+            f"({k.shape[0]}, 1, 1, {k.shape[1]}), True = visible, or describe it with "
+            "mask=Mask(...)"
+        )
+    if attn_mask.shape[0] not in (1, k.shape[0]) or attn_mask.shape[3] != k.shape[1]:
+        raise ValueError(
+            f"attn_mask has shape {tuple(attn_mask.shape)}, but k needs "
+            f"({k.shape[0]}, 1, 1, {k.shape[1]})"
+        )
+    return attn_mask[:, 0, 0].expand(k.shape[0], -1)
+
+
+def narrow(limits: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Narrow key intervals to the first and last visible key, so that padding is not visited."""
+    if key_mask is None or key_mask.shape[1] == 0:
+        return limits
+    key = torch.arange(key_mask.shape[1], dtype=torch.int32, device=key_mask.device)
+    limits[:, FIRST_KEY] = torch.where(key_mask, key, key_mask.shape[1]).amin(1)
+    limits[:, END_KEY] = torch.where(key_mask, key + 1, 0).amax(1)
+    return limits
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
