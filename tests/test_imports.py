@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ["triton", "pytorch_lightning", "lightning", "hydra", "omegaconf", "wandb"]
 HEAVY += ["transformers", "pandas", "altair"]
 BLOCK_TRITON = "import sys; sys.modules['triton'] = None; "
+BLOCK_NUMPY = "import torch, sys; sys.modules['numpy'] = None; "  # no requirement of torch
 ATTENTION = """
 import torch, flashmod
 q = torch.randn(2, 5, 2, 8, requires_grad=True)
@@ -46,7 +47,7 @@ def test_attention_without_triton(tmp_path: Path) -> None:
     python(BLOCK_TRITON + ATTENTION, tmp_path)
 
 
-@pytest.mark.parametrize("before", ["", BLOCK_TRITON])
+@pytest.mark.parametrize("before", ["", BLOCK_TRITON, BLOCK_NUMPY])
 def test_diagnosis(before: str, tmp_path: Path) -> None:
     code = "import runpy; runpy.run_module('flashmod', run_name='__main__', alter_sys=True)"
     said = python(before + code, tmp_path)

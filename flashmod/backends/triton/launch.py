@@ -8,7 +8,6 @@ import math
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -180,4 +179,8 @@ def _padded(size: int) -> int:
 
 def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Launch on the tensor's device; the interpreter computes as quietly as a device does."""
-    return torch.cuda.device(x.device) if x.is_cuda else np.errstate(all="ignore")
+    if x.is_cuda:
+        return torch.cuda.device(x.device)
+    import numpy as np  # the interpreter's; the library itself needs torch alone
+
+    return np.errstate(all="ignore")
