@@ -111,6 +111,7 @@ WRONG = [
     ({"trainer": {"max_steps": True}}, "trainer.max_steps=true", "a whole number >= 1"),
     ({"trainer": {"precision": 32}}, "trainer.precision=32", "32-true"),
     ({"model": {"embed_dim": 33}}, "model.embed_dim=33", "multiple of 8"),
+    ({"model": {"dropout": 2.0}}, "model.dropout is 2.0", "between 0 and 1"),
     ({"seed": None}, "seed=null", "a whole number"),
     ({"report": "yes"}, "report=yes", "true or false"),
     ({"logger": {"wandb": {"mode": "on"}}}, "logger.wandb.mode=on", "offline, online, disabled"),

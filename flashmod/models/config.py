@@ -26,7 +26,7 @@ class ModelConfig:
         rope_base: largest wavelength of the rotary positions, in units of 2 pi tokens.
 
     Raises:
-        ValueError: for sizes that do not divide.
+        ValueError: for sizes that do not divide, and values out of range.
     """
 
     vocab_size: int = 257
@@ -55,6 +55,8 @@ class ModelConfig:
             )
         if self.window is not None and self.window < 0:
             raise ValueError(f"model.window is {self.window}; it must be at least 0, or null")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"model.dropout is {self.dropout}; it must lie between 0 and 1")
 
     @property
     def kv_heads(self) -> int:
