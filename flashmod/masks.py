@@ -36,7 +36,8 @@ class Mask:
         align: ``"bottom_right"`` puts the last query on the last key (decoding, flash-attention);
             ``"top_left"`` puts query 0 on key 0 (torch's ``is_causal``).
         fn: ``fn(batch, head, q_idx, kv_idx, *fn_args) -> bool``, True = visible, FlexAttention's
-            ``mask_mod`` order. Made of operators and ``maximum, minimum, where`` only.
+            ``mask_mod`` order. Made of operators and ``maximum, minimum, where`` only. What it gets
+            is int32, and its arithmetic wraps.
         fn_args: numbers handed to ``fn``.
     Raises:
         ValueError: a negative side or prefix, an unknown alignment, a function outside the grammar.

@@ -91,7 +91,8 @@ def visible(
         seen = seen & call.key_mask[span.kv_rows]
     if call.mask_fn:
         predicate = mask_fn_on_tensors(call.mask_fn)
-        seen = seen & predicate(span.sequence_id, head, q_idx[:, None], kv_idx, *call.mask_args)
+        positions = (head, q_idx.int()[:, None], kv_idx)
+        seen = seen & predicate(call.sequence_ids[span.n], *positions, *call.mask_args)
     return seen.expand(*seen.shape[:-3], heads, len(q_idx), kv_len)
 
 
@@ -100,7 +101,7 @@ def kept(
 ) -> Tensor:
     """(H, R, S_kv) bool: which weights dropout keeps."""
     assert call.dropout_seed is not None
-    head, kv_idx = _coordinates(heads, kv_len, q_idx, dtype=torch.int32)
+    head, kv_idx = _coordinates(heads, kv_len, q_idx)
     seed_lo, seed_hi = call.dropout_seed.reshape(1).view(torch.int32).unbind()
     sequence = call.sequence_ids[span.n]
     head_key = on_tensors.dropout_head_key(seed_lo, seed_hi, sequence, head)
@@ -110,11 +111,9 @@ def kept(
     return on_tensors.dropout_bits(word, kv_idx) >= call.dropout_threshold
 
 
-def _coordinates(
-    heads: int, kv_len: int, q_idx: Tensor, dtype: torch.dtype = torch.int64
-) -> tuple[Tensor, Tensor]:
-    head = torch.arange(heads, device=q_idx.device, dtype=dtype)[:, None, None]
-    return head, torch.arange(kv_len, device=q_idx.device, dtype=dtype)
+def _coordinates(heads: int, kv_len: int, q_idx: Tensor) -> tuple[Tensor, Tensor]:
+    head = torch.arange(heads, device=q_idx.device, dtype=torch.int32)[:, None, None]
+    return head, torch.arange(kv_len, device=q_idx.device, dtype=torch.int32)
 
 
 def _heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -134,7 +133,6 @@ class _BatchRows(NamedTuple):
     """
 
     limits: Limits
-    sequence_id: Tensor
     n: tuple[Any, ...] = (slice(None), None, None, None)
     kv_rows: tuple[Any, ...] = (slice(None), None, None, slice(None))
 
@@ -151,6 +149,6 @@ def call_weights(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
         call.align,
         [column[every] for column in call.limits.unbind(1)],
     )
-    rows = _BatchRows(limits, call.sequence_ids[every])
+    rows = _BatchRows(limits)
     q_idx = torch.arange(q.shape[1], device=q.device)
     return row_weights(q, k, call, rows, q_idx)[0].to(q.dtype)

@@ -85,7 +85,6 @@ class Span(NamedTuple):
     """Sequence ``n`` on the host: which rows of which batch row, and its limits as ints."""
 
     n: int
-    sequence_id: int
     q_batch: int
     q_start: int
     kv_batch: int
@@ -109,7 +108,6 @@ def spans(call: AttentionCall, q: Tensor, k: Tensor) -> list[Span]:
         q, k: (B, S, H, D) and (B, S_kv, H_kv, D), for their row counts.
     """
     columns = zip(
-        call.sequence_ids.tolist(),
         call.q_starts.tolist(),
         call.q_lengths.tolist(),
         call.kv_starts.tolist(),
@@ -121,13 +119,12 @@ def spans(call: AttentionCall, q: Tensor, k: Tensor) -> list[Span]:
     return [
         Span(
             n,
-            sequence_id,
             *_place(q_start, q_len, q_rows),
             *_place(kv_start, kv_len, kv_rows),
             kv_len,
             sequence_limits(q_len, kv_len, call.align, limits),
         )
-        for n, (sequence_id, q_start, q_len, kv_start, kv_len, limits) in enumerate(columns)
+        for n, (q_start, q_len, kv_start, kv_len, limits) in enumerate(columns)
     ]
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import by_head, striped
+from cases import by_head, reference_attention, striped
 
 from flashmod import Mask, flash_attention, mask_fn
 from flashmod.grammar import grammar_offences
@@ -232,6 +232,27 @@ def test_free_names_are_given():
     also = [[j for j in range(8) if j <= min(i, 5)] for i in range(8)]
     for head, rows in enumerate((seen, also)):
         assert out[:, head].tolist() == pytest.approx([sum(row) / len(row) for row in rows])
+
+
+def scattered(batch, head, q_idx, kv_idx):
+    """Products that leave 32 bits."""
+    return (q_idx * 1000003 + kv_idx * 2147483647 + (batch + head) * 1234567891) % 3 != 0
+
+
+@pytest.mark.parametrize("attention", ["reference", "tiled", "triton"])
+def test_arithmetic_of_mask_functions_is_int32_everywhere(attention):
+    q, k, v = (torch.randn(2, 40, 2, 8) for _ in range(3))
+    ids, at = torch.tensor([3, 77], dtype=torch.int32), torch.arange(40, dtype=torch.int32)
+    seen = scattered(ids[:, None, None, None], at[:2, None, None], at[:, None], at)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    kwargs = {"mask": Mask(fn=scattered), "sequence_ids": ids}
+    if attention == "reference":
+        out = reference_attention(q, k, v, return_lse=False, **kwargs)
+    else:
+        out = flash_attention(q, k, v, backend=attention, **kwargs)
+    by_hand = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    torch.testing.assert_close(out, by_hand, rtol=1e-5, atol=1e-5)
 
 
 def test_registration_keeps_the_function_and_its_key():

@@ -157,14 +157,13 @@ class _Sequence:
         )  # (H_kv, S_kv, D), contiguous so that no result depends on a caller's strides
         self.predicate = mask_fn_on_tensors(call.mask_fn) if call.mask_fn else None
         self.key_mask = None if call.key_mask is None else call.key_mask[span.kv_rows]
+        self.sequence_id = call.sequence_ids[span.n]
         self.head = torch.arange(q.shape[2], device=q.device, dtype=torch.int32).view(
             self.kv_heads, self.group, 1, 1
         )
         if call.dropout_seed is not None:
             seed = call.dropout_seed.reshape(1).view(torch.int32).unbind()
-            self.dropout_key = on_tensors.dropout_head_key(
-                *seed, call.sequence_ids[span.n], self.head
-            )
+            self.dropout_key = on_tensors.dropout_head_key(*seed, self.sequence_id, self.head)
 
     def query_tiles(self) -> Iterator[_QueryTile]:
         q_len = self.span.limits.q_len
@@ -227,23 +226,22 @@ class _Sequence:
 
     def visible(self, m: _QueryTile, n: _KeyTile) -> Tensor:
         """(M, N) bool, or (H_kv, G, M, N) under a mask function."""
-        kv_idx = torch.arange(n.first, n.end, device=self.q.device)
+        kv_idx = torch.arange(n.first, n.end, device=self.q.device, dtype=torch.int32)
         seen = on_tensors.is_visible(kv_idx, m.lo, m.hi)
         if self.key_mask is not None:
             seen = seen & self.key_mask[n.keys]
         if self.predicate is not None:
-            q_idx = torch.arange(m.first, m.first + m.size, device=self.q.device)[:, None]
             seen = seen & self.predicate(
-                self.span.sequence_id, self.head, q_idx, kv_idx, *self.call.mask_args
-            )
+                self.sequence_id, self.head, _query_indices(m, kv_idx.device), kv_idx,
+                *self.call.mask_args,
+            )  # fmt: skip
         return seen
 
     def dropped(self, x: Tensor, m: _QueryTile, n: _KeyTile) -> Tensor:
         """Drop and rescale entries of a tile (H_kv, G, M, N): the same ones whatever the tiling."""
         if self.call.dropout_seed is None:
             return x
-        q_idx = torch.arange(m.first, m.first + m.size, device=x.device, dtype=torch.int32)[:, None]
-        row_key = on_tensors.dropout_row_key(self.dropout_key, q_idx)
+        row_key = on_tensors.dropout_row_key(self.dropout_key, _query_indices(m, x.device))
         first = n.first // 16 * 16  # one hash for the key columns j and j ^ 8
         pairs = torch.arange(first // 2, -(-n.end // 16) * 8, device=x.device, dtype=torch.int32)
         words = on_tensors.dropout_word(*row_key, on_tensors.dropout_pair_key(pairs)).unflatten(
@@ -252,6 +250,11 @@ class _Sequence:
         halves = [on_tensors.dropout_bits(words, kv_idx) for kv_idx in (0, 8)]
         bits = torch.stack(halves, -2).flatten(-3)[..., n.first - first : n.end - first]
         return torch.where(bits >= self.call.dropout_threshold, x * self.call.keep_scale, 0.0)
+
+
+def _query_indices(m: _QueryTile, device: torch.device) -> Tensor:
+    """(M, 1) int32, so that what a mask function computes wraps as in the kernels."""
+    return torch.arange(m.first, m.first + m.size, device=device, dtype=torch.int32)[:, None]
 
 
 def _accumulate(x: Tensor) -> torch.dtype:
