@@ -55,7 +55,14 @@ def main() -> NoReturn:
 
 
 def _launch(arguments: list[str]) -> int:
-    from flashmod.experiments import console, interrupts, jobs, sweeps
+    try:
+        from flashmod.experiments import console, interrupts, jobs, sweeps
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "flashmod":
+            raise
+        needed = f"{error.name} is not installed, training needs it: pip install 'flashmod[train]'"
+        print(f"{PROGRAM}: {needed}", file=sys.stderr)
+        return 1
 
     console.quiet_libraries()
     # Workers of a parallel launcher have a command line of their own.

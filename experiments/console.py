@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -101,10 +102,17 @@ def write_report(directory: Path) -> None:
     except subprocess.TimeoutExpired:
         done, why = None, f"it took longer than {REPORT_SECONDS} s"
     if done is None or done.returncode:
-        say(f"warning: no report page: {why}. Try flashmod-report {near(directory)}")
+        say(f"warning: no report page: {why}. Try {report_command()} {near(directory)}")
         return
     page = Path(done.stdout.strip().splitlines()[-1])
-    print(f"  report: {near(page)}    (again: flashmod-report {near(directory)})", flush=True)
+    print(f"  report: {near(page)}    (again: {report_command()} {near(directory)})", flush=True)
+
+
+def report_command() -> str:
+    """``flashmod-report`` as it can be typed here: with its folder where PATH does not hold it."""
+    beside = Path(sys.argv[0]).with_name("flashmod-report")
+    lost = shutil.which(beside.name) is None and beside.is_file()
+    return near(beside) if lost else beside.name
 
 
 def show_summary(rows: Sequence[tuple[str, str]], directory: Path, *, report: bool) -> None:

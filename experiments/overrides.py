@@ -57,6 +57,8 @@ def _commas(override: str) -> str:
     sweep = f"to run one job for each value: -m {override}"
     if takes is None and key not in GROUPS:
         return _unknown(override)
+    if takes and "a list" in takes:  # of which the commas are part: -m would split it
+        return f"{override}: {takes}"
     return f"{override}: {takes}; {sweep}" if takes else f"{override}: {sweep}"
 
 
@@ -66,6 +68,8 @@ def _unknown(override: str) -> str:
     if form_of(TrainConfig, key) is not None:
         return f"{override}: no key of the chosen file of {group}/; choose another, {group}=..."
     hint = nearest(key, _names())
+    if "=" not in override and not hint:
+        hint = "; settings have the form key=value, flashmod-train --help lists them"
     meant = re.search(r"did you mean (\S+)\?", hint)
     takes = form_of(TrainConfig, meant[1]) if meant else None
     return f"{override}: unknown key{hint}" + (f" ({takes})" if takes else "")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from launching import launch, only_run, record, wandb_runs
 
-from flashmod.experiments import cli, interrupts
+from flashmod.experiments import cli, console, interrupts
 from flashmod.models import load
 
 DEBUG = ("experiment=debug", "measure=none", "report=false")
@@ -28,6 +28,7 @@ WRONG = [
     (["model.window=-1"], "model.window is -1", "at least 0"),
     (["data.seq_len=[1"], "data.seq_len=[1", "a whole number"),
     (["data.seq_len"], "data.seq_len", "key=value"),
+    (["foo"], "foo: unknown key", "key=value"),
     (["data.seq_len=foo"], "data.seq_len=foo", "data.seq_len=512"),
     (["data.seqlen=3"], "data.seqlen=3", "data.seq_len"),
     (["-m", "data.seqlen=3,4"], "data.seqlen=3", "data.seq_len"),
@@ -58,7 +59,30 @@ def test_a_wrong_command_line_is_told_in_one_line(
     first, line, *more = err.splitlines()
     assert "nothing was started" in first and not more
     assert told in line and form in line
+    assert "-m attention.tiles=64,64" not in line  # would be two jobs, both wrong
     assert "Traceback" not in out + err and not list(tmp_path.rglob("result.json"))
+
+
+def test_without_the_training_packages_the_command_names_the_extra(tmp_path):
+    code = (
+        "import sys; sys.modules['hydra'] = None\nfrom flashmod.experiments.cli import main; main()"
+    )
+    done = launch(tmp_path, command=(sys.executable, "-c", code))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "hydra" in line and "pip install 'flashmod[train]'" in line
+
+
+@pytest.mark.parametrize("on_path", [False, True])
+def test_the_report_command_can_be_typed_here(on_path, tmp_path, monkeypatch):
+    folder = tmp_path / "env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "flashmod-report").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["env/bin/flashmod-train"])
+    monkeypatch.setenv("PATH", str(folder) if on_path else "")
+    typed = "flashmod-report" if on_path else "env/bin/flashmod-report"
+    assert console.report_command() == typed
 
 
 def test_help_names_every_group_and_version_is_short(monkeypatch, capsys):
