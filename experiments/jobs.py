@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from flashmod.experiments import console, interrupts, sweeps
+from flashmod.experiments import assemble, console, interrupts, sweeps
 from flashmod.experiments.runs import train
 from flashmod.training.schema import ConfigError
 from flashmod.training.summary import summary_rows
@@ -57,9 +57,19 @@ def run_job(cfg: DictConfig) -> None:
             record = job(directory)
         except ConfigError as error:
             raise RunEnded(error, told=False) from error
+        except interrupts.Interrupted:
+            _say_how_to_go_on(directory)
+            raise
         except Exception as error:
             logger.exception("%s: %s", type(error).__name__, error)
             logger.info("its traceback lies in %s", console.near(directory / "result.json"))
             raise RunEnded(error, told=True) from error
         if rank_zero_only.rank == 0:
             console.show_summary(summary_rows(record), directory, report=values["report"])
+
+
+def _say_how_to_go_on(directory: Path) -> None:
+    last = directory / assemble.CHECKPOINTS / "last.ckpt"
+    if last.exists() and rank_zero_only.rank == 0:
+        again = f"the same command with ckpt_path={console.near(last)}"
+        console.say(f"{again} goes on where it stopped")
