@@ -77,7 +77,9 @@ def as_text(dirs: Iterable[str | os.PathLike[str]]) -> str:
 
 
 def _made_by() -> str:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    program = "flashmod-report" if program == "report.py" else program
+    command = shlex.join([program, *sys.argv[1:]])
     try:
         own = version("flashmod")
     except PackageNotFoundError:

@@ -33,7 +33,8 @@ def _device(record: Mapping[str, Any]) -> str:
     accelerator = record["config"].get("trainer", {}).get("accelerator")
     if seen["gpu"] and accelerator != "cpu":
         return f"{seen['gpu']} (driver {seen['driver']})"
-    return f"CPU: {seen['cpu']}, {seen['threads']} threads"
+    threads = seen["threads"]
+    return f"CPU: {seen['cpu']}, {threads} thread{'s' * (threads != 1)}"
 
 
 def _bits(summary: Mapping[str, float]) -> str:
@@ -53,10 +54,12 @@ def _number(summary: Mapping[str, float], name: str, form: str) -> str:
 def _peaks(
     record: Mapping[str, Any], summary: Mapping[str, float], predicted: set[str], what: str
 ) -> str:
-    """Both peaks of a measurement, the run's own attention first."""
+    """Both peaks of a measurement, the run's own attention first; dense is its own twin."""
     kind = record["config"].get("attention", {}).get("kind", "flash")
     parts = []
-    for name, label in ((f"memory/{what}", kind), (f"memory/dense_{what}", "dense")):
+    found = {kind: f"memory/{what}"}
+    found.setdefault("dense", f"memory/dense_{what}")
+    for label, name in found.items():
         if name in summary:
             mark = " (predicted)" if name in predicted else ""
             parts.append(f"{summary[name]:,.2f} MiB {label}{mark}")
