@@ -55,10 +55,20 @@ def module(config: TrainConfig) -> LitModel:
     )
 
 
+class ValidateLastStep(pl.Callback):
+    """Validate after the last step, also where ``val_every`` does not divide ``max_steps``."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # Lightning validates before a stop that was asked for, but not before its own.
+        if trainer.global_step >= trainer.max_steps:
+            trainer.should_stop = True
+
+
 def callbacks(config: TrainConfig, directory: Path) -> list[pl.Callback]:
     """Checkpoints, the watch for non-finite losses, and what is measured."""
     found: list[pl.Callback] = [
         StopOnNonFinite(),
+        ValidateLastStep(),
         Throughput(skip_steps=min(2, config.trainer.max_steps - 1)),
         SafetensorsBest(directory / WEIGHTS, prefix="net."),
         ModelCheckpoint(

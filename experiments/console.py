@@ -22,6 +22,7 @@ UNHELPFUL = (
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*is smaller than the logging interval.*",
+    r".*The dirpath has changed from.*",
 )
 REPORT_SECONDS = 120
 QUIET_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "wandb")

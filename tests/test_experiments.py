@@ -1,5 +1,6 @@
 """flashmod-train as a user meets it: ways to start it, wrong command lines, W&B, failures."""
 
+import csv
 import re
 import socket
 import sys
@@ -140,6 +141,14 @@ def test_equal_seeds_give_equal_losses(tmp_path):
     losses = [record(tmp_path / name)["summary"]["train/loss"] for name in ("a", "b")]
     assert losses[0] == losses[1]
     assert not wandb_runs(tmp_path)
+
+
+def test_the_last_step_is_validated_between_two_intervals(tmp_path):
+    done = launch(tmp_path, *DEBUG, "trainer.max_steps=5", "trainer.val_every=2")
+    assert done.returncode == 0, done.stderr
+    with (only_run(tmp_path) / "metrics.csv").open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["val/bits_per_byte"]]
+    assert [int(row["step"]) for row in rows] == [1, 3, 4]
 
 
 @pytest.mark.slow
