@@ -132,8 +132,18 @@ class _AttentionBackward(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Any:
-        return torch.ops.flashmod.attention_forward(q, k, v, *call)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, q_lengths: Tensor, kv_starts: Tensor,
+        kv_lengths: Tensor, sequence_ids: Tensor, limits: Tensor, key_mask: Tensor | None,
+        dropout_seed: Tensor | None, dropout_threshold: int, align: int, mask_fn: str,
+        mask_args: tuple[float, ...], scale: float, backend: str, tiles: tuple[int, ...],
+    ) -> Any:  # fmt: skip
+        # Not `*call`: where nothing requires grad, torch.compile tells by the number of parameters
+        # whether the first one is a context.
+        return torch.ops.flashmod.attention_forward(
+            q, k, v, q_starts, q_lengths, kv_starts, kv_lengths, sequence_ids, limits, key_mask,
+            dropout_seed, dropout_threshold, align, mask_fn, mask_args, scale, backend, tiles,
+        )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -130,6 +130,19 @@ def test_compiles_without_a_break_and_once_for_all_lengths():
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "frozen"])
+def test_compiles_where_nothing_needs_a_gradient(mode):
+    module = FlashMultiheadAttention(E, H, mask=Mask(causal=True)).eval()
+    module.requires_grad_(mode != "frozen")
+    compiled = torch.compile(
+        lambda x: module(x, need_weights=False)[0], fullgraph=True, backend="aot_eager"
+    )
+    with torch.set_grad_enabled(mode != "no_grad"), torch.inference_mode(mode == "inference"):
+        for length in (5, 7):
+            x = torch.randn(length, 2, E)
+            torch.testing.assert_close(compiled(x), module(x, need_weights=False)[0])
+
+
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_compiles_with_padding(need_weights):
     module = FlashMultiheadAttention(E, H, batch_first=True)
