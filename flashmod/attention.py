@@ -56,6 +56,8 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         backend: str | None = None,
         tiles: TileConfig | None = None,
     ) -> None:
+        if not isinstance(mask, Mask | None):
+            raise TypeError(f"mask must be a Mask or None, got {mask!r}: e.g. Mask(causal=True)")
         if add_bias_kv or add_zero_attn:
             raise NotImplementedError(
                 "add_bias_kv and add_zero_attn are not supported yet: leave them False"

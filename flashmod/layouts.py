@@ -41,6 +41,9 @@ class Tokens(NamedTuple):
             )
         if self.packed or self.lengths is not None:
             name = "cu_seqlens" if self.packed else "lengths"
+            given = getattr(self, name)
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(given).__name__}")
             if query.dim() != 3 - self.packed:
                 layout = "packed (T, E)" if self.packed else "batched, 3-D"
                 raise ValueError(f"{name} needs {layout} input, got shape {tuple(query.shape)}")

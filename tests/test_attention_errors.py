@@ -20,6 +20,7 @@ REFUSALS = {
     "padding_dtype": (AssertionError, "only bool and floating types", {"key_padding_mask": torch.zeros(2, 5).int()}),
     "padding_bias": (NotImplementedError, "other values than 0 and -inf", {"key_padding_mask": torch.ones(2, 5)}),
     "packed_batched": (ValueError, r"cu_seqlens needs packed \(T, E\) input, got shape \(2, 5, 12\)", {"cu_seqlens": cu_seqlens([5])}),
+    "lengths_list": (TypeError, "lengths must be a tensor, got list", {"lengths": [5, 5], "need_weights": F}),
     "lengths_shape": (ValueError, r"\(2,\).*got \(3,\)", {"lengths": torch.tensor([5, 5, 5]), "need_weights": F}),
     "lengths_beyond": (ValueError, "sequence 1 of q ends at row 6, but q has 5 rows", {"lengths": torch.tensor([5, 6]), "need_weights": F}),
 }  # fmt: skip
@@ -46,6 +47,8 @@ def test_constructor_refusals():
             ValueError, match=rf"num_kv_heads must divide num_heads, got {bad} and 4"
         ):
             FlashMultiheadAttention(16, 4, num_kv_heads=bad)
+    with pytest.raises(TypeError, match="mask must be a Mask or None, got 'causal'"):
+        FlashMultiheadAttention(16, 4, mask="causal")
     with pytest.raises(ValueError, match="kdim"):
         FlashMultiheadAttention(16, 4, num_kv_heads=2, kdim=3)
 
@@ -54,6 +57,8 @@ def test_ragged_refusals():
     ours, x, cu = FlashMultiheadAttention(E, H), torch.randn(7, E), cu_seqlens([3, 4])
     with pytest.raises(ValueError, match="need_weights=False"):
         ours(x, need_weights=True, cu_seqlens=cu)
+    with pytest.raises(TypeError, match="cu_seqlens must be a tensor, got list"):
+        ours(x, cu_seqlens=[0, 3, 7])
     with pytest.raises(ValueError, match="self-attention"):
         ours(x, x[:5], x[:5], cu_seqlens=cu)
     with pytest.raises(ValueError, match="row 9, but q has 7 rows"):
