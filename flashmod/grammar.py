@@ -39,6 +39,9 @@ def grammar_offences(
     if getattr(fn, "__name__", "") == "<lambda>":
         yield "it is a lambda: write a def"
         return
+    if inspect.ismethod(fn):
+        yield "it is a method: write a def outside the class"
+        return
     if getattr(fn, "__closure__", None):
         names = ", ".join(fn.__code__.co_freevars)
         yield f"it closes over {names}: hand numbers in through fn_args"
@@ -51,14 +54,20 @@ def grammar_offences(
     if not isinstance(definition, ast.FunctionDef):
         yield f"it is a {type(definition).__name__}, not a def"
         return
-    known = {a.arg for a in definition.args.args} | (
-        {definition.args.vararg.arg} if definition.args.vararg else set()
+    parameters = definition.args
+    known = {a.arg for a in (*parameters.posonlyargs, *parameters.args)} | (
+        {parameters.vararg.arg} if parameters.vararg else set()
     )
     known |= {
         n.id
         for n in ast.walk(definition)
         if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
+    for default in parameters.defaults:
+        if not isinstance(default, ast.Constant):
+            yield f"the default {ast.unparse(default)} is no number: hand it in through fn_args"
+    if not isinstance(definition.body[-1], ast.Return):
+        yield "it does not end in a return"
     callable_names = {*_FREE_NAMES, *calls}
     for statement in definition.body:
         yield from _node_offences(statement, known, callable_names, structs)
@@ -73,6 +82,8 @@ def _node_offences(
         and isinstance(node.func, ast.Name)
         and node.func.id in callable_names
     ):
+        if node.keywords:
+            yield f"{line}: {node.func.id} takes its arguments without keywords"
         for argument in node.args:
             yield from _node_offences(argument, known, callable_names, structs)
         return
@@ -85,6 +96,12 @@ def _node_offences(
         isinstance(op, ast.In | ast.NotIn | ast.Is | ast.IsNot) for op in node.ops
     ):
         yield f"{line}: 'in' and 'is' do not work on tensors: compare with =="
+    if isinstance(node, ast.Assign) and len(node.targets) > 1:
+        yield f"{line}: write one name in an assignment"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.MatMult):
+        yield f"{line}: {type(node.op).__name__}: kernels have no such operator: write x * x"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd):
+        yield f"{line}: leave the + out"
     if isinstance(node, ast.Not) or not (
         isinstance(node, _ALLOWED) or (structs and isinstance(node, ast.Attribute | ast.Subscript))
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,8 +66,11 @@ class Mask:
                 raise ValueError(
                     f"{name} must be 0 or more, got {value}; None leaves a window side unbounded"
                 )
+        _check_numbers(self.fn_args)
         if self.fn is not None:
             mask_fn(self.fn)
+            if not torch.compiler.is_compiling():  # which cannot trace a look at a signature
+                _check_signature(self.fn, 4 + len(self.fn_args))
         elif self.fn_args:
             raise ValueError(f"fn_args {self.fn_args} were given without fn")
 
@@ -77,10 +81,13 @@ class Mask:
     def limits(self, num_sequences: int, device: torch.device) -> Tensor:
         """(N, 5) int32: window_left, window_right, prefix_len, first_key, end_key per sequence."""
         table = torch.empty(num_sequences, 5, dtype=torch.int32, device=device)
-        table[:, 0] = _column("window left", self.window[0], num_sequences, device)
-        right = _column("window right", self.window[1], num_sequences, device)
+        left, right = (
+            _column(f"window {name}", side, num_sequences, device, missing=UNBOUNDED)
+            for name, side in zip(("left", "right"), self.window, strict=True)
+        )
+        table[:, 0] = left
         causal = self.causal
-        if isinstance(causal, bool):
+        if isinstance(causal, int):
             table[:, 1] = 0 if causal else right
         else:
             causal = _column("causal", causal, num_sequences, device)
@@ -91,19 +98,26 @@ class Mask:
         return table
 
 
-def _column(name: str, value: Any, num_sequences: int, device: torch.device) -> Any:
-    """One value, or one per sequence, as something that fills a column of limits."""
-    if value is None:
-        return UNBOUNDED
+def _column(
+    name: str, value: Any, num_sequences: int, device: torch.device, missing: Any = None
+) -> Any:
+    """One value, or one per sequence, as something that fills a column of limits.
+
+    Args:
+        missing: what None stands for; refused by default.
+    """
+    if value is None and missing is not None:
+        return missing
     if isinstance(value, int):
         return min(value, UNBOUNDED)
     if not isinstance(value, Tensor):
         try:
-            items = [UNBOUNDED if v is None else min(operator.index(v), UNBOUNDED) for v in value]
+            items = [operator.index(missing if v is None else v) for v in value]
         except TypeError as error:
-            wanted = "an int, None, or a sequence or integer tensor of one per sequence"
+            wanted = "an int" if missing is None else "an int, None"
+            wanted += " or a sequence or integer tensor of one per sequence"
             raise TypeError(f"mask {name} must be {wanted}, got {value!r}") from error
-        value = torch.tensor(items, dtype=torch.int64)
+        value = torch.tensor([min(item, UNBOUNDED) for item in items], dtype=torch.int64)
     if value.is_floating_point():
         raise TypeError(f"mask {name} must hold integers, got {value.dtype}")
     if value.shape != (num_sequences,):
@@ -114,13 +128,29 @@ def _column(name: str, value: Any, num_sequences: int, device: torch.device) -> 
     return value.long().clamp(-UNBOUNDED, UNBOUNDED).to(device=device, dtype=torch.int32)
 
 
+def _check_numbers(fn_args: Any) -> None:
+    good = isinstance(fn_args, tuple | list) and all(isinstance(x, int | float) for x in fn_args)
+    if not good:
+        raise TypeError(f"fn_args must be a tuple of numbers, got {fn_args!r}")
+
+
+def _check_signature(fn: Callable[..., Any], count: int) -> None:
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except TypeError as error:
+        raise ValueError(
+            f"mask function {fn.__name__!r} must take (batch, head, q_idx, kv_idx, *fn_args), here "
+            f"{count} arguments, got {inspect.signature(fn)}"
+        ) from error
+
+
 def mask_fn(fn: F) -> F:
     """Register a mask function (a decorator, or called on first use) and check its grammar.
 
     Raises:
         ValueError: naming the line, what stands there, and what to write instead.
     """
-    if getattr(fn, "_flashmod_key", None) in _registry:
+    if _registry.get(getattr(fn, "_flashmod_key", "")) is fn:  # functools.wraps copies the key
         return fn
     problems = list(grammar_offences(fn))
     if problems:

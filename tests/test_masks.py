@@ -1,6 +1,7 @@
 """Mask -> limits, and what a mask function may be made of."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -105,6 +106,26 @@ def test_a_window_that_is_no_integer_is_a_type_error(value):
         limits(Mask(window=(value, None)))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"prefix_len": None}, "prefix_len"),
+        ({"prefix_len": [None, 1]}, "prefix_len"),
+        ({"causal": None}, "causal"),
+        ({"causal": [None, True]}, "causal"),
+        ({"causal": [1.0, 0.0]}, "causal"),
+    ],
+)
+def test_only_a_window_side_may_be_none(arguments, name):
+    with pytest.raises(TypeError, match=f"mask {name} must be an int or"):
+        limits(Mask(**arguments))
+
+
+@pytest.mark.parametrize("causal", [1, 0])
+def test_causal_as_a_number(causal):
+    assert limits(Mask(causal=causal)) == limits(Mask(causal=bool(causal)))
+
+
 def test_a_mask_cannot_be_changed_but_replaced():
     mask = Mask(window=(3, 0))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -170,6 +191,36 @@ def with_in_place(batch, head, q_idx, kv_idx):
     return kv_idx < 3
 
 
+def with_power(batch, head, q_idx, kv_idx):
+    return kv_idx**2 < q_idx
+
+
+def with_plus(batch, head, q_idx, kv_idx):
+    return +kv_idx < q_idx
+
+
+def with_two_targets(batch, head, q_idx, kv_idx):
+    a = b = kv_idx - q_idx
+    return (a < 3) & (b > -3)
+
+
+def with_keyword(batch, head, q_idx, kv_idx):
+    return maximum(kv_idx, b=q_idx) < 3  # noqa: F821
+
+
+def with_default(batch, head, q_idx, kv_idx, width=OUTSIDE):
+    return kv_idx - q_idx < width
+
+
+def with_no_return(batch, head, q_idx, kv_idx):
+    kv_idx - q_idx
+
+
+class Holder:
+    def method(self, batch, head, q_idx, kv_idx):
+        return kv_idx < 3
+
+
 def closure():
     width = 4
 
@@ -197,6 +248,13 @@ OFFENCES = {
     "in": (with_in, "=="),
     "loop": (with_loop, "operators only"),
     "in_place": (with_in_place, "write x = x + y"),
+    "power": (with_power, "write x * x"),
+    "plus": (with_plus, "leave the + out"),
+    "two_targets": (with_two_targets, "one name in an assignment"),
+    "keyword": (with_keyword, "without keywords"),
+    "default": (with_default, "fn_args"),
+    "no_return": (with_no_return, "return"),
+    "method": (Holder().method, "a method"),
     "inner_lambda": (with_inner_lambda, "write a def"),
     "lambda": (lambda batch, head, q_idx, kv_idx: kv_idx < 3, "write a def"),
     "closure": (closure(), "fn_args"),
@@ -221,6 +279,32 @@ def clipped(batch, head, q_idx, kv_idx, width):
     """Free names, an assignment and an annotation-free body are the grammar."""
     edge = maximum(q_idx - width, 0)  # noqa: F821
     return where(head == 0, kv_idx >= edge, kv_idx <= minimum(q_idx, 5))  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("fn", "fn_args", "got"), [(clipped, (), 4), (clipped, (1, 2), 6), (striped, (1,), 5)]
+)
+def test_a_function_that_does_not_take_what_it_gets_is_refused(fn, fn_args, got):
+    with pytest.raises(ValueError, match=rf"{fn.__name__}.* {got} arguments"):
+        Mask(fn=fn, fn_args=fn_args)
+
+
+@pytest.mark.parametrize("fn_args", [3, "3", (torch.tensor(3),), ("3",)], ids=repr)
+def test_arguments_of_a_function_are_numbers(fn_args):
+    with pytest.raises(TypeError, match="fn_args must be a tuple of numbers, got"):
+        Mask(fn=clipped, fn_args=fn_args)
+
+
+def with_a_default(batch, head, q_idx, kv_idx, /, width=3):
+    return kv_idx - q_idx < width
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_a_number_as_default_and_positional_arguments(backend):
+    q = torch.randn(1, 8, 1, 4)
+    out = flash_attention(q, q, q, mask=Mask(fn=with_a_default), backend=backend)
+    expected = flash_attention(q, q, q, mask=Mask(window=(None, 2), align="top_left"))
+    torch.testing.assert_close(out, expected)
 
 
 def test_free_names_are_given():
@@ -272,6 +356,14 @@ def test_an_edited_function_of_the_same_name_is_another_one():
         for fn in (first, second, first)
     ]
     assert means == [0.5, 1.5, 0.5]
+
+
+def test_a_function_that_wraps_another_is_not_taken_for_it():
+    first, second = (_edited(text) for text in ("kv_idx < 1", "kv_idx < 3"))
+    key = Mask(fn=first).fn_key
+    functools.update_wrapper(second, first)
+    assert Mask(fn=second).fn_key != key
+    assert registered_mask_fn(key) is first
 
 
 def _edited(condition):

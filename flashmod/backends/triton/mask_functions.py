@@ -43,7 +43,7 @@ def _floored(fn: Callable[..., Any], key: str) -> Callable[..., Any]:
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list, definition.returns = [], None
-    for argument in definition.args.args:
+    for argument in (*definition.args.posonlyargs, *definition.args.args):
         argument.annotation = None
     source = ast.unparse(ast.fix_missing_locations(_Floor().visit(tree))) + "\n"
     file = f"<flashmod mask function {key}>"
