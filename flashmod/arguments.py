@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .masks import Mask
-from .sequences import ids, narrow, place, visible_keys
+from .sequences import check_tensor, ids, narrow, place, visible_keys
 from .spec import DROPOUT_STEPS, AttentionCall, TileConfig
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,7 +44,9 @@ def prepare(
     tiles: TileConfig | None = None,
 ) -> Prepared:
     """Check the arguments of :func:`flash_attention` and build its call, without running it."""
-    mask = Mask() if mask is None else mask
+    mask = _mask(mask)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
     q, k, v = _autocast(q, k, v)
     _check_operands(q, k, v, cu_seqlens_q)
     places = place(q, k, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k)
@@ -82,6 +84,15 @@ def dropout_threshold(p: float) -> int:
     return DROPOUT_STEPS if p == 1 else min(round(p * DROPOUT_STEPS), DROPOUT_STEPS - 1)
 
 
+def _mask(mask: Mask | None) -> Mask:
+    if mask is None:
+        return Mask()
+    if not isinstance(mask, Mask):
+        remedy = ": a boolean mask goes into attn_mask" if isinstance(mask, Tensor) else ""
+        raise TypeError(f"mask must be a flashmod.Mask, got {type(mask).__name__}{remedy}")
+    return mask
+
+
 def _scale(softmax_scale: float | None, head_dim: int) -> float:
     if isinstance(softmax_scale, Tensor):
         raise TypeError("softmax_scale must be a number, got Tensor: it has no gradient")
@@ -89,9 +100,13 @@ def _scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def _tiles(tiles: TileConfig | None) -> tuple[int, ...]:
-    if tiles is not None and min(tiles) < 1:
+    if tiles is None:
+        return ()
+    if not all(isinstance(size, int) for size in tiles):
+        raise TypeError(f"tiles must hold integers, got {tiles}")
+    if min(tiles) < 1:
         raise ValueError(f"tiles must hold numbers of 1 or more, got {tiles}")
-    return () if tiles is None else tuple(tiles)
+    return tuple(tiles)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .spec import END_KEY, FIRST_KEY
 
+_INT32_MAX = torch.iinfo(torch.int32).max
+
 
 class Places(NamedTuple):
     """First row, of the flattened (B*S) row axis, and length of every sequence: (N,) int32."""
@@ -50,7 +52,7 @@ def place(
 
 
 def _packed(name: str, cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    _check_tensor(name, cu_seqlens)
+    check_tensor(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must be (N + 1,), got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.dtype != torch.int32:
@@ -65,25 +67,26 @@ def _padded(name: str, lengths: Tensor | None, x: Tensor) -> tuple[Tensor, Tenso
     starts = torch.arange(batch, dtype=torch.int32, device=x.device) * rows
     if lengths is None:
         return starts, torch.full((batch,), rows, dtype=torch.int32, device=x.device)
-    _check_tensor(name, lengths)
+    check_tensor(name, lengths)
     if lengths.shape != (batch,):
         raise ValueError(
             f"{name} must be ({batch},), one length per batch row, got {tuple(lengths.shape)}"
         )
-    if lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
-    return starts, lengths.to(device=x.device, dtype=torch.int32)
+    _check_integers(name, lengths)
+    lengths = lengths.to(x.device).long().clamp(-_INT32_MAX, _INT32_MAX)
+    return starts, lengths.int()
 
 
 def ids(sequence_ids: Tensor | None, count: int, device: torch.device) -> Tensor:
     """(N,) int32, 0..N-1 unless given."""
     if sequence_ids is None:
         return torch.arange(count, dtype=torch.int32, device=device)
-    _check_tensor("sequence_ids", sequence_ids)
+    check_tensor("sequence_ids", sequence_ids)
     if sequence_ids.shape != (count,):
         raise ValueError(
             f"sequence_ids must be ({count},), one per sequence, got {tuple(sequence_ids.shape)}"
         )
+    _check_integers("sequence_ids", sequence_ids)
     return sequence_ids.to(device=device, dtype=torch.int32)
 
 
@@ -91,7 +94,9 @@ def visible_keys(attn_mask: Tensor | None, k: Tensor, *, packed: bool) -> Tensor
     """(B, S_kv) bool out of a key-padding mask (B | 1, 1, 1, S_kv), True = visible."""
     if attn_mask is None:
         return None
-    _check_tensor("attn_mask", attn_mask)
+    check_tensor("attn_mask", attn_mask)
+    if attn_mask.device != k.device:
+        raise ValueError(f"attn_mask is on {attn_mask.device}, q, k and v are on {k.device}")
     if packed:
         raise NotImplementedError(
             "attn_mask for packed input is not supported yet: describe it with mask=Mask(...)"
@@ -121,6 +126,11 @@ def narrow(limits: Tensor, key_mask: Tensor | None) -> Tensor:
     return limits
 
 
-def _check_tensor(name: str, x: object) -> None:
+def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got {x.dtype}")
