@@ -94,6 +94,14 @@ def test_explain_names_the_choice_and_the_refusals():
     assert flashmod.explain(*X, backend="tiled") == "backend: tiled"
 
 
+def test_explain_draws_no_seed():
+    torch.manual_seed(0)
+    flashmod.explain(*X, dropout_p=0.1)
+    drawn = torch.rand(())
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(()))
+
+
 def test_explain_of_a_call_that_nobody_runs():
     inputs = [torch.randn(1, 3, 1, 300) for _ in range(3)]
     text = flashmod.explain(*inputs, backend="triton")
