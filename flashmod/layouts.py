@@ -89,14 +89,18 @@ class Tokens(NamedTuple):
                     f"but got {mask.shape[axis]}"
                 )
         visible = torch.eq(mask, 0)
-        binary = torch.logical_or(visible, mask == float("-inf")).all()
-        if mask.device.type != "cpu":
-            torch._assert_async(binary, "key_padding_mask must hold 0 and -inf only")
-        elif not torch.compiler.is_compiling() and not binary:
-            raise NotImplementedError(
-                "a key_padding_mask with other values than 0 and -inf is not supported yet"
-            )
+        if self.key_padding_mask.dtype != torch.bool:
+            _check_binary(torch.logical_or(visible, mask == float("-inf")).all())
         return visible.reshape(-1, 1, 1, mask.shape[-1])
+
+
+def _check_binary(binary: Tensor) -> None:
+    if binary.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(binary, "key_padding_mask must hold 0 and -inf only")
+    elif not binary:
+        raise NotImplementedError(
+            "a key_padding_mask with other values than 0 and -inf is not supported yet"
+        )
 
 
 def check_widths(

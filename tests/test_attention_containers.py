@@ -151,6 +151,11 @@ def test_compiles_with_padding(need_weights):
     options = {"key_padding_mask": padding, "need_weights": need_weights}
     for ours, eager in zip(compiled(x, **options), module(x, **options), strict=True):
         torch.testing.assert_close(ours, eager)
+    options["key_padding_mask"] = torch.zeros(1, 3).masked_fill(padding, -torch.inf)
+    torch.testing.assert_close(compiled(x, **options)[0], module(x, **options)[0])
+    options["key_padding_mask"] = torch.ones(1, 3)  # a bias, which would be lost
+    with pytest.raises(RuntimeError, match="0 and -inf only"):
+        compiled(x, **options)
 
 
 def test_compiled_dropout_is_new_every_call_and_repeatable():
