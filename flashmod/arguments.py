@@ -111,7 +111,7 @@ def _tiles(tiles: TileConfig | None) -> tuple[int, ...]:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from .spec import AttentionCall
 
+_MORE = " (FLASHMOD_VALIDATE=1 says which)"
+
 
 def check_contents(call: AttentionCall, q: Tensor, k: Tensor) -> None:
-    """Check what only the values can tell: that sequences lie inside the buffers.
+    """Check what only the values can tell: that sequences lie inside the buffers, limits >= 0.
 
     On a CPU a ValueError names both numbers. On a device ``torch._assert_async`` stops the stream
     without a synchronisation, unless ``FLASHMOD_VALIDATE=1`` asks for the full message.
@@ -26,8 +28,10 @@ def check_contents(call: AttentionCall, q: Tensor, k: Tensor) -> None:
         if on_host:
             _raise_first_bad(name, starts.long(), lengths.long(), good, rows)
         else:
-            torch._assert_async(good.all(), f"sequences of {name} lie outside its buffer")
-    if on_host and bool((call.limits < 0).any()):
+            torch._assert_async(good.all(), f"sequences of {name} lie outside its buffer{_MORE}")
+    if not on_host:
+        torch._assert_async((call.limits >= 0).all(), f"mask limits must be 0 or more{_MORE}")
+    elif bool((call.limits < 0).any()):
         raise ValueError(
             f"mask limits must be 0 or more, got {int(call.limits.min())}; "
             "None leaves a window side unbounded"

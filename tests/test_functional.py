@@ -7,8 +7,17 @@ import re
 import pytest
 import torch
 from cases import cu_seqlens, reference_attention
+from torch._subclasses import FakeTensorMode
 
-from flashmod import Mask, TileConfig, UnsupportedAttention, flash_attention
+from flashmod import (
+    FlashMultiheadAttention,
+    Mask,
+    TileConfig,
+    UnsupportedAttention,
+    flash_attention,
+)
+from flashmod.contents import check_contents
+from flashmod.functional import prepare
 
 
 def tensors(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=None, dtype=torch.float32):
@@ -136,6 +145,7 @@ EMPTY = {
     "no_key": ((2, 5, 4, 8), (2, 0, 2, 8)),
     "nothing": ((2, 0, 4, 8), (2, 0, 2, 8)),
     "no_head": ((2, 5, 0, 8), (2, 7, 0, 8)),
+    "no_query_head": ((2, 5, 0, 8), (2, 7, 2, 8)),
     "no_dim": ((2, 5, 4, 0), (2, 7, 2, 0)),
 }
 
@@ -261,3 +271,20 @@ def test_gradients_that_are_not_asked_for():
     assert k.grad.shape == k.shape and q.grad is None
     with torch.inference_mode():
         assert flash_attention(q, k, v).is_inference()
+
+
+def test_meta_and_fake_tensors_give_shapes():
+    q, k, v = (x.to("meta") for x in tensors(v=(2, 7, 2, 3)))
+    out, lse = flash_attention(q, k, v, mask=Mask(causal=True), return_lse=True)
+    assert (out.device.type, out.shape, lse.shape) == ("meta", (2, 5, 4, 3), (2, 4, 5))
+    with FakeTensorMode():
+        module = FlashMultiheadAttention(16, 2, batch_first=True)
+        hidden = torch.zeros(2, 5, dtype=torch.bool)
+        assert module(torch.empty(2, 5, 16), key_padding_mask=hidden)[0].shape == (2, 5, 16)
+
+
+@pytest.mark.parametrize("kwargs", [{"window": ([1, -1], None)}, {"prefix_len": [0, -4]}])
+def test_a_negative_limit_stops_a_device_too(kwargs):
+    q, k, _, call = prepare(*tensors(), mask=Mask(**kwargs))
+    with pytest.raises(RuntimeError, match="limits"):  # the host knows no values of a device
+        check_contents(call, q.to("meta"), k.to("meta"))

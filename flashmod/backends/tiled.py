@@ -166,7 +166,7 @@ class _Sequence:
             self.dropout_key = on_tensors.dropout_head_key(*seed, self.sequence_id, self.head)
 
     def query_tiles(self) -> Iterator[_QueryTile]:
-        q_len = self.span.limits.q_len
+        q_len = self.span.limits.q_len if self.group else 0  # no query head, no tile
         for first in range(0, q_len, self.tiles.block_m):
             size = min(self.tiles.block_m, q_len - first)
             start = self.span.q_start + first
