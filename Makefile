@@ -77,6 +77,7 @@ clean:  ## remove .venv and caches; runs/ stays
 
 # pip alone keeps the torch it finds, and a moved .venv does not work: one of ours starts anew.
 $(STAMP): pyproject.toml constraints.txt $(STALE)
+	@command -v $(PYTHON) > /dev/null || { echo "PYTHON=$(PYTHON): there is no such command"; exit 2; }
 	$(if $(and $(STALE),$(HAVE),$(filter .venv,$(ENV))),rm -rf .venv)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(ENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c $(CONSTRAINTS) $(PIP_ARGS)

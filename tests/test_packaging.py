@@ -115,6 +115,19 @@ def test_make_uses_an_environment_by_its_python(torch: bool, tmp_path: Path) -> 
     assert f"-e '.[dev]' -c {pins} --quiet" in said and "rm -rf" not in said
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_make_keeps_the_environment_when_python_is_mistyped(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    stamp = tmp_path / ".venv" / ".flashmod-installed"
+    stamp.parent.mkdir()
+    stamp.write_text(f"{tmp_path} python3 constraints.txt\n")
+    command = ["make", "setup", "PYTHON=/nowhere/python"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and stamp.exists()
+    assert "PYTHON=/nowhere/python: there is no such command" in done.stdout
+
+
 @BUILT_ONCE
 @pytest.mark.slow
 def test_wheel_contents(built: Path) -> None:
