@@ -198,6 +198,20 @@ def test_keys_hidden_by_a_mask_function_or_a_window_are_not_read(backend):
         assert (got.dk[gone.expand_as(k)] == 0).all() and (got.dv[gone.expand_as(v)] == 0).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_that_a_mask_function_hides_from_every_head_are_not_read(backend):
+    """The function looks at no head, so its tiles have no axis for heads."""
+    tensors = [torch.randn(1, 17, 2, 8) for _ in range(4)]
+    gone = (torch.arange(17) % 3 == 0)[:, None, None]
+    poisoned = [x.masked_fill(gone, torch.nan) if i in (1, 2) else x for i, x in enumerate(tensors)]
+    options = {"mask": Mask(fn=no_third_key)}
+    assert_equal(*(results(x, backend, **options) for x in (tensors, poisoned)))
+
+
+def no_third_key(batch, head, q_idx, kv_idx):
+    return kv_idx % 3 != 0
+
+
 def odd_keys(batch, head, q_idx, kv_idx):
     return (kv_idx + head) % 2 == 1
 

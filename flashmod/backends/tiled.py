@@ -216,9 +216,8 @@ class _Sequence:
         if not n.masked:
             return (m.q.flatten(1, 2) @ k.mT).unflatten(1, (self.group, -1)), k, v
         seen = self.visible(m, n)
-        if (
-            seen.dim() > 2 or self.key_mask is not None
-        ):  # a key hidden from all: its memory must not matter
+        if self.predicate is not None or self.key_mask is not None:
+            # The memory of a key that is hidden from all must not matter.
             some = seen.any(-2) if seen.dim() == 2 else seen.any(-2).any(-2)
             k, v = (torch.where(some[..., None], x, 0.0) for x in (k, v))
         scores = (m.q.flatten(1, 2) @ k.mT).unflatten(1, (self.group, -1))
