@@ -175,7 +175,7 @@ def test_work_lists_ask_nothing_of_the_host():
 
 def test_mask_argument_of_a_plain_call_holds_nothing():
     x = torch.zeros(1, 4, 1, 4)
-    assert launch._mask(prepare(x, x, x).call) == MaskArg((), (), None, None)
+    assert launch._mask(prepare(x, x, x).call, x.dtype) == MaskArg((), (), None, None)
 
 
 def test_strides_of_single_rows_never_ask_for_a_compile():

@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
         _launch(
             forward_kernel, work.shape[0] * heads, tiles, q, k, v, call,
             operands, _arg(out), RowStats(stats, lse), _table(call, work),
-            _mask(call), _dropout(call), _score_scale(call),
+            _mask(call, q.dtype), _dropout(call), _score_scale(call),
         )  # fmt: skip
     return out, lse, stats
 
@@ -63,7 +63,7 @@ def backward(
     delta = _delta(grad_out, grad_lse, out, stats.dtype)
     operands = Operands(_arg(q), _arg(k), _arg(v), _arg(grad_out))
     row_stats = RowStats(stats, delta)
-    rest = (_mask(call), _dropout(call), _score_scale(call), call.scale)
+    rest = (_mask(call, q.dtype), _dropout(call), _score_scale(call), call.scale)
     head_dim = max(q.shape[-1], v.shape[-1])
 
     tiles = choose("dq", head_dim, q.dtype, call)
@@ -151,10 +151,14 @@ def _table(call: AttentionCall, work: Tensor) -> SequenceTable:
     )
 
 
-def _mask(call: AttentionCall) -> MaskArg:
+def _mask(call: AttentionCall, dtype: torch.dtype) -> MaskArg:
     fn = compiled_mask_fn(call.mask_fn) if call.mask_fn else None
-    strides = () if call.key_mask is None else call.key_mask.stride()
-    return MaskArg(strides, tuple(call.mask_args), call.key_mask, fn)
+    keys = call.key_mask
+    if keys is not None and dtype == torch.float64:
+        # Triton lays out a product's operands by the narrowest load they depend on, and float64
+        # products have no layout for bytes ("fp64 don't support largeK MMA").
+        keys = keys.long()
+    return MaskArg(() if keys is None else keys.stride(), tuple(call.mask_args), keys, fn)
 
 
 def _dropout(call: AttentionCall) -> DropoutArg:
