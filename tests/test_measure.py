@@ -491,3 +491,23 @@ def test_only_what_is_asked_for_is_measured():
         "memory/attention_peak_mib",
         "memory/dense_attention_peak_mib",
     }
+
+
+def test_the_rate_leaves_first_steps_out_once_others_have_ended():
+    now = [0.0]
+    throughput = measure.Throughput(clock=lambda: now[0], skip_steps=1)
+    now[0] = 50.0  # the first step compiles
+    throughput.step(tokens=10)
+    assert throughput.tokens_per_s == 10 / 50
+    now[0] = 52.0
+    throughput.step(tokens=10)
+    assert throughput.tokens_per_s == 5 and throughput.tokens == 20
+
+
+def test_padding_inside_a_mask_tensor_is_said_not_to_be_counted(caplog):
+    x = torch.randn(1, 2, 6, 8)
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    with measure.track() as m:
+        F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        m.step()
+    assert "step(tokens=...)" in caplog.text

@@ -12,6 +12,8 @@ class Throughput:
 
     Args:
         clock: seconds, monotonic.
+        skip_steps: first steps that ``tokens_per_s`` leaves out once others have ended: they also
+            allocate, compile and load.
 
     Attributes:
         tokens: real tokens so far.
@@ -20,8 +22,10 @@ class Throughput:
         seconds: time of the steps that have ended.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, skip_steps: int = 0) -> None:
         self.tokens, self.padded, self.seconds = 0, 0, 0.0
+        self._left_out = [0, 0.0]  # tokens and seconds of the first steps
+        self._skip = skip_steps
         self._clock = clock
         self._mark = clock()
         self._unfinished = 0.0  # of the step that has not ended yet
@@ -37,6 +41,9 @@ class Throughput:
         self.seconds, self._unfinished = self.seconds + self._unfinished, 0.0
         self.tokens += tokens
         self.padded += tokens if padded is None else padded
+        if self._skip > 0:
+            self._skip -= 1
+            self._left_out = [self.tokens, self.seconds]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -50,7 +57,12 @@ class Throughput:
     @property
     def tokens_per_s(self) -> float | None:
         """None before the first step."""
-        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+        skipped_tokens, skipped_seconds = self._left_out
+        if self.tokens > skipped_tokens:
+            tokens, seconds = self.tokens - skipped_tokens, self.seconds - skipped_seconds
+        else:
+            tokens, seconds = self.tokens, self.seconds
+        return tokens / seconds if tokens and seconds > 0 else None
 
     @property
     def padding_saved(self) -> float | None:

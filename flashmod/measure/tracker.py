@@ -47,12 +47,14 @@ class Tracker:
         time_limit_s: float,
         seed: int,
         clock: Callable[[], float],
+        skip_steps: int,
     ) -> None:
         self.model, self.time_limit_s, self.seed = model, time_limit_s, seed
-        self.throughput = Throughput(clock)
+        self.throughput = Throughput(clock, skip_steps)
         self.recorder = Recorder(None if model is None else layer)
         self._call, self._step = Measured({}, set()), Measured({}, set())
         self._measured: Captured | None = None
+        self._told = False  # that padding is not counted
 
     @property
     def captured(self) -> Captured | None:
@@ -70,6 +72,13 @@ class Tracker:
         if tokens is None:
             if self.captured is None:
                 raise ValueError("tokens=None reads the attention call, but none was seen so far")
+            if self.captured.unknown is not None and not self._told:
+                self._told = True
+                logger.warning(
+                    "rows are counted as tokens: the attention call is not understood (%s). Pass "
+                    "step(tokens=...) where the batch is padded",
+                    self.captured.unknown,
+                )
             tokens, padded = count_tokens(self.captured)
         self.throughput.step(tokens, padded)
         self.recorder.new_pass()
@@ -126,6 +135,7 @@ def track(
     time_limit_s: float = 10.0,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
+    skip_steps: int = 1,
 ) -> Iterator[Tracker]:
     """Watch the attention calls of any model; ``summary()`` measures one of them afterwards.
 
@@ -141,8 +151,9 @@ def track(
         time_limit_s: about the time that checking gradients may take, and dense attention.
         seed: of the sample of rows, and of a gradient where no backward ran.
         clock: seconds, for ``throughput/tokens_per_s``.
+        skip_steps: first steps that the rate leaves out once others have ended.
     """
-    tracker = Tracker(model, layer, time_limit_s, seed, clock)
+    tracker = Tracker(model, layer, time_limit_s, seed, clock, skip_steps)
     hook = None
     if model is not None:
         hook = model.register_forward_pre_hook(lambda *_: tracker.recorder.new_pass())
