@@ -212,3 +212,17 @@ def test_one_line_before_a_first_compile(caplog):
     for rows in (4, 2, 3):
         launch.forward(*prepare(x[:, :rows], x, x, tiles=TINY))
     assert len([r for r in caplog.records if "forward_kernel" in r.message]) == 1
+
+
+def test_no_row_outside_the_buffers_is_touched_whatever_the_lengths_say():
+    x = torch.randn(10, 1, 16)
+    ready = prepare(x, x, x, cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32))
+    wrong = torch.tensor([0, 1 << 28], dtype=torch.int32), torch.tensor([4, 90], dtype=torch.int32)
+    starts, lengths = wrong
+    call = ready.call._replace(
+        q_starts=starts, kv_starts=starts, q_lengths=lengths, kv_lengths=lengths
+    )
+    out, _, stats = launch.forward(ready.q, ready.k, ready.v, call)
+    grads = launch.backward(out, None, ready.q, ready.k, ready.v, out, stats, call)
+    assert all(grad.isfinite().all() for grad in grads)
+    torch.testing.assert_close(out[0, :4], launch.forward(*ready)[0][0, :4])

@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tenso
         operands = Operands(_arg(q), _arg(k), _arg(v), None)
         _launch(
             forward_kernel, work.shape[0] * heads, tiles, q, k, v, call,
-            operands, _arg(out), RowStats(stats, lse), _table(call, work),
+            operands, _arg(out), RowStats(stats, lse), _table(call, work, q, k),
             _mask(call, q.dtype), _dropout(call), _score_scale(call),
         )  # fmt: skip
     return out, lse, stats
@@ -70,13 +70,13 @@ def backward(
     work = schedule.query_tiles(call, batch * rows, tiles.block_m)
     _launch(
         dq_kernel, work.shape[0] * heads, tiles, q, k, v, call,
-        operands, _arg(dq), row_stats, _table(call, work), *rest,
+        operands, _arg(dq), row_stats, _table(call, work, q, k), *rest,
     )  # fmt: skip
     tiles = choose("dkv", head_dim, q.dtype, call)
     work = schedule.key_tiles(call, batch * k.shape[1], tiles.block_n)
     _launch(
         dkv_kernel, work.shape[0] * k.shape[2], tiles, q, k, v, call,
-        operands, _arg(dk), _arg(dv), row_stats, _table(call, work), *rest,
+        operands, _arg(dk), _arg(dv), row_stats, _table(call, work, q, k), *rest,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -139,12 +139,14 @@ def _arg(x: Tensor) -> TensorArg:
     return TensorArg(x, tuple(strides))
 
 
-def _table(call: AttentionCall, work: Tensor) -> SequenceTable:
+def _table(call: AttentionCall, work: Tensor, q: Tensor, k: Tensor) -> SequenceTable:
+    """Starts lie inside the buffers whatever was asked for, as kernels make lengths do."""
+    last_q, last_k = (x.shape[0] * x.shape[1] - 1 for x in (q, k))
     return SequenceTable(
         work,
-        call.q_starts.contiguous(),
+        call.q_starts.clamp(0, last_q),
         call.q_lengths.contiguous(),
-        call.kv_starts.contiguous(),
+        call.kv_starts.clamp(0, last_k),
         call.kv_lengths.contiguous(),
         call.sequence_ids.contiguous(),
         call.limits.contiguous(),
