@@ -1,7 +1,9 @@
 """Hydra's errors about the command line, reworded: the key, the value and the right form."""
 
 import re
+import sys
 from collections.abc import Sequence
+from importlib.resources import files
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
@@ -25,8 +27,8 @@ def explain(error: BaseException) -> list[str]:
         return []
     text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
     ambiguous = re.search(r"Ambiguous value for argument '(.*)'", text)
-    if ambiguous:
-        return [_commas(ambiguous[1])]
+    if ambiguous:  # Hydra says so of every comma when a file that would allow them is missing
+        return _missing_choices(sys.argv[1:]) or [_commas(ambiguous[1])]
     unknown = re.search(r"Could not override '([^']*)'", text)
     if unknown:
         added = re.search(r"use \+(\S*)", text)
@@ -73,6 +75,21 @@ def _unknown(override: str) -> str:
     meant = re.search(r"did you mean (\S+)\?", hint)
     takes = form_of(TrainConfig, meant[1]) if meant else None
     return f"{override}: unknown key{hint}" + (f" ({takes})" if takes else "")
+
+
+def _missing_choices(arguments: Sequence[str]) -> list[str]:
+    """Chosen files that do not exist; none are named beside folders of the user's own."""
+    if any(word.startswith("--config-") for word in arguments):
+        return []
+    problems = []
+    for word in arguments:
+        group, _, name = word.partition("=")
+        if group not in GROUPS or not name or "," in name:
+            continue
+        options = [f.name[:-5] for f in files("flashmod.configs").joinpath(group).iterdir()]
+        if name not in options:
+            problems.append(f"{word}: there is no such file{nearest(name, options)}")
+    return problems
 
 
 def _missing(error: MissingConfigException) -> str:

@@ -19,6 +19,7 @@ DEBUG = ("experiment=debug", "measure=none", "report=false")
 KEY = "0" * 40
 
 WRONG = [
+    (["sweep=lengths", "data.seq_len=64,128", "attention=flsh"], "attention=flsh", "flash"),
     (["attention.tiles=64,64"], "attention.tiles=64,64", "'attention.tiles=[64,64]'"),
     (["tiles=64,64"], "tiles=64,64", "'attention.tiles=[64,64]'"),
     (["tile=[64]"], "tile=[64]", "attention.tiles"),

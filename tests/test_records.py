@@ -151,6 +151,8 @@ def test_summary_starts_with_the_device_and_marks_predictions(tmp_path):
     assert rows["attention peak"] == "1.50 MiB flash, 2,048.00 MiB dense (predicted)"
     assert "dq 2.0e-07" in rows["error"] and "50.0% of the query rows" in rows["error"]
     assert "step peak" not in rows
+    record.content["config"] = {"attention": {"kind": "dense"}}
+    assert dict(summary_rows(record.content))["padding computed"] == "25%"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
