@@ -15,7 +15,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from flashmod.experiments import assemble, cli, interrupts, sweeps
-from flashmod.training import wandb_run
+from flashmod.training import preflight, wandb_run
 from flashmod.training.data import load_corpus
 from flashmod.training.environment import unused_nvidia_gpu
 from flashmod.training.records import RunRecord, read_record
@@ -83,6 +83,7 @@ def _begin(record: RunRecord, launcher: Mapping[str, Any], *, sweeping: bool) ->
     directory, values = record.path.parent, record.content["config"]
     try:
         config = build(TrainConfig, values)
+        preflight.check(config)
     except ConfigError as error:
         if sweeping:
             record.start()

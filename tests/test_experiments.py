@@ -18,6 +18,7 @@ from flashmod.models import load
 DEBUG = ("experiment=debug", "measure=none", "report=false")
 KEY = "0" * 40
 
+NO_GPU = [(["trainer.accelerator=gpu"], "trainer.accelerator=gpu", "trainer.accelerator=auto")]
 WRONG = [
     (["sweep=lengths", "data.seq_len=64,128", "attention=flsh"], "attention=flsh", "flash"),
     (["attention.tiles=64,64"], "attention.tiles=64,64", "'attention.tiles=[64,64]'"),
@@ -45,6 +46,9 @@ WRONG = [
     (["data=synthetic", "data.glob=x"], "data.glob=x", "another"),
     (["data=files", "data.glob=/a(b)/*"], "data.glob=/a(b)/*", "quoted twice"),
     (["optimizer.lr=${nowhere}"], "nowhere", "not found"),
+    (["ckpt_path=nope.ckpt"], "ckpt_path=nope.ckpt", "no such file"),
+    (["data=files", "data.glob=nope/*"], "data.glob=nope/*", "matches no file"),
+    *([] if torch.accelerator.is_available() else NO_GPU),
 ]
 
 

@@ -174,8 +174,13 @@ def _documents(config: DataConfig) -> list[bytes]:
     return [documents[i * len(documents) // config.documents] for i in range(config.documents)]
 
 
+def matching_files(pattern: str) -> list[str]:
+    """Paths that ``pattern`` matches, ``**`` included, in order."""
+    return sorted(glob(pattern, recursive=True))
+
+
 def _files(pattern: str | None) -> list[bytes]:
-    paths = sorted(glob(str(pattern), recursive=True))
+    paths = matching_files(str(pattern))
     documents = [Path(path).read_bytes() for path in paths if Path(path).is_file()]
     documents = [document for document in documents if document]
     if not documents:
