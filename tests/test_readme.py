@@ -41,7 +41,6 @@ def test_make_targets_exist(words: list[str]) -> None:
     run(["make", "--dry-run", *words[1:]], ROOT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [w for w in commands() if w[0].endswith("flashmod-train")], ids=" ".join
 )
@@ -55,7 +54,6 @@ def test_training_commands(words: list[str], tmp_path: Path) -> None:
     assert records and all('"status": "ok"' in r.read_text() for r in records)
 
 
-@pytest.mark.slow
 def test_report_commands(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "flashmod.experiments.train"]
     run([*program, "experiment=debug", *SHORT], tmp_path)
