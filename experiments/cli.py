@@ -71,6 +71,7 @@ def _launch(arguments: list[str]) -> int:
     with interrupts.raising():
         try:
             _hydra(jobs.run_job)
+            _leave_process_group()
             return sweeps.finish()
         except interrupts.Interrupted as stop:
             sweeps.finish(interrupted=True)
@@ -80,6 +81,14 @@ def _launch(arguments: list[str]) -> int:
             return 1 if ended.told else console.report_failure(PROGRAM, ended.error)
         except Exception as error:
             return console.report_failure(PROGRAM, error)
+
+
+def _leave_process_group() -> None:
+    """End torch's process group: its threads may end a rank with an error as the process exits."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _hydra(task: Callable[[Any], None]) -> None:

@@ -657,6 +657,9 @@ if trainer.is_global_zero:
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]), "seen": seen,
         "val": trainer.callback_metrics["val/bits_per_byte"].item(), "rate": meter.tokens_per_s,
     }, path)
+if devices > 1:  # gloo's threads may otherwise end the process with an error as it exits
+    dist.barrier()
+    dist.destroy_process_group()
 """
 
 
