@@ -8,10 +8,13 @@ from .attention import FlashMultiheadAttention
 from .dispatch import UnsupportedAttention
 from .functional import explain, flash_attention
 from .masks import Mask, mask_fn
+from .merging import merge_attention
 from .spec import TileConfig
+from .stats import AttentionStats
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionStats",
     "FlashMultiheadAttention",
     "Mask",
     "TileConfig",
@@ -20,6 +23,7 @@ __all__ = [
     "flash_attention",
     "mask_fn",
     "measure",
+    "merge_attention",
 ]
 
 

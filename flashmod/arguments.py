@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .masks import Mask
-from .sequences import check_tensor, ids, narrow, place, visible_keys
-from .spec import DROPOUT_STEPS, AttentionCall, TileConfig
+from .operands import labels, narrow, pair_mask, sinks, slopes, thresholds
+from .sequences import check_tensor, ids, place
+from .spec import AttentionCall, TileConfig
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,10 +37,14 @@ def prepare(
     lengths_q: Tensor | None = None,
     lengths_k: Tensor | None = None,
     softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    dropout_p: float | Tensor = 0.0,
     dropout_seed: int | Tensor | None = None,
     sequence_ids: Tensor | None = None,
     return_lse: bool = False,
+    return_stats: bool = False,
     backend: str | None = None,
     tiles: TileConfig | None = None,
 ) -> Prepared:
@@ -54,34 +59,31 @@ def prepare(
     packed = cu_seqlens_q is not None
     if packed:
         q, k, v = q[None], k[None], v[None]
-    threshold = dropout_threshold(dropout_p)
-    key_mask = visible_keys(attn_mask, k, packed=packed)
+    pairs = pair_mask(attn_mask, q, k, count, packed)
+    rates, rate = thresholds(dropout_p, q)
+    q_labels, kv_labels = mask.labels or (None, None)
     call = AttentionCall(
         *places,
         sequence_ids=ids(sequence_ids, count, q.device),
-        limits=narrow(mask.limits(count, q.device), key_mask),
-        key_mask=key_mask,
-        dropout_seed=_seed(dropout_seed, q.device) if threshold else None,
-        dropout_threshold=threshold,
+        limits=narrow(mask.limits(count, q.device), pairs),
+        attn_mask=pairs,
+        sink=sinks(learnable_sink, q),
+        alibi_slopes=slopes(alibi_slopes, q, count),
+        q_labels=labels("labels of queries", q_labels, q),
+        kv_labels=labels("labels of keys", kv_labels, k),
+        dropout_seed=_seed(dropout_seed, q.device) if rate or rates is not None else None,
+        dropout_thresholds=rates,
+        dropout_threshold=rate,
         align=int(mask.align == "bottom_right"),
         mask_fn=mask.fn_key,
         mask_args=tuple(mask.fn_args),
         scale=_scale(softmax_scale, q.shape[-1]),
+        softcap=_softcap(softcap),
         backend=backend or "",
         tiles=_tiles(tiles),
+        collect_stats=return_stats,
     )
     return Prepared(q, k, v, call)
-
-
-def dropout_threshold(p: float) -> int:
-    """The 16-bit threshold below which a weight is dropped; only p = 1 drops everything."""
-    if isinstance(p, Tensor):
-        raise NotImplementedError(
-            "dropout_p as a tensor (one rate per token) is not supported yet: give one number"
-        )
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout_p must lie between 0 and 1, got {p}")
-    return DROPOUT_STEPS if p == 1 else min(round(p * DROPOUT_STEPS), DROPOUT_STEPS - 1)
 
 
 def _mask(mask: Mask | None) -> Mask:
@@ -97,6 +99,14 @@ def _scale(softmax_scale: float | None, head_dim: int) -> float:
     if isinstance(softmax_scale, Tensor):
         raise TypeError("softmax_scale must be a number, got Tensor: it has no gradient")
     return float(softmax_scale) if softmax_scale is not None else 1 / math.sqrt(max(head_dim, 1))
+
+
+def _softcap(softcap: float) -> float:
+    if isinstance(softcap, Tensor):
+        raise TypeError("softcap must be a number, got Tensor: it has no gradient")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}")
+    return float(softcap)
 
 
 def _tiles(tiles: TileConfig | None) -> tuple[int, ...]:

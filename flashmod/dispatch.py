@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from .spec import AttentionCall
+from .spec import AttentionCall, Forward, Gradients, TileConfig
 
 NAMES = ("triton", "tiled")  # in order of preference
 
@@ -20,10 +20,11 @@ class Backend(Protocol):
     ) -> list[str]:
         """Why this backend cannot run the call; empty when it can."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """out (B, S, H, D_v), lse (B, H, S), and what its backward needs (2, B, H, S)."""
+    def forward_tiles(self, q: Tensor, v: Tensor, call: AttentionCall) -> TileConfig:
+        """The tile sizes of :meth:`forward`, which its statistics are laid out by."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Forward:
+        """Output, lse, and what the backward pass and ``call.collect_stats`` ask for."""
 
     def backward(
         self,
@@ -33,10 +34,11 @@ class Backend(Protocol):
         k: Tensor,
         v: Tensor,
         out: Tensor,
-        stats: Tensor,
+        saved: Tensor,
         call: AttentionCall,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in the shapes and dtypes of q, k, v."""
+        mask_grad: bool,
+    ) -> Gradients:
+        """Gradients in the shapes and dtypes of the inputs, that of ``attn_mask`` if asked."""
 
 
 class UnsupportedAttention(NotImplementedError):

@@ -36,10 +36,13 @@ class Mask:
             int, or one per sequence.
         align: ``"bottom_right"`` puts the last query on the last key (decoding, flash-attention);
             ``"top_left"`` puts query 0 on key 0 (torch's ``is_causal``).
-        fn: ``fn(batch, head, q_idx, kv_idx, *fn_args) -> bool``, True = visible, FlexAttention's
-            ``mask_mod`` order. Made of operators and ``maximum, minimum, where`` only. What it gets
-            is int32, and its arithmetic wraps.
+        fn: ``fn(batch, head, q_idx, kv_idx, *labels, *fn_args) -> bool``, True = visible,
+            FlexAttention's ``mask_mod`` order; positions are those within the sequence. Made of
+            operators and ``maximum, minimum, where`` only. What it gets is int32, and its
+            arithmetic wraps.
         fn_args: numbers handed to ``fn``.
+        labels: ``(q_labels, kv_labels)``, one int32 per token in q's and k's layout, (B, S) or
+            (T,): documents, images, tree nodes. ``fn`` receives the pair's two values.
     Raises:
         ValueError: a negative side or prefix, an unknown alignment, a function outside the grammar.
     """
@@ -50,6 +53,7 @@ class Mask:
     align: Literal["bottom_right", "top_left"] = "bottom_right"
     fn: Callable[..., Any] | None = None
     fn_args: tuple[float, ...] = ()
+    labels: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.align not in ("bottom_right", "top_left"):
@@ -67,12 +71,18 @@ class Mask:
                     f"{name} must be 0 or more, got {value}; None leaves a window side unbounded"
                 )
         _check_numbers(self.fn_args)
+        if self.labels is not None:
+            pair = isinstance(self.labels, tuple | list) and len(self.labels) == 2
+            if not pair or not all(isinstance(x, Tensor) for x in self.labels):
+                raise TypeError("labels must be a pair of integer tensors (q_labels, kv_labels)")
         if self.fn is not None:
             mask_fn(self.fn)
             if not torch.compiler.is_compiling():  # which cannot trace a look at a signature
-                _check_signature(self.fn, 4 + len(self.fn_args))
-        elif self.fn_args:
-            raise ValueError(f"fn_args {self.fn_args} were given without fn")
+                count = 4 + (2 if self.labels is not None else 0) + len(self.fn_args)
+                _check_signature(self.fn, count)
+        elif self.fn_args or self.labels is not None:
+            given = "labels" if self.labels is not None else f"fn_args {self.fn_args}"
+            raise ValueError(f"{given} were given without fn, which alone reads them")
 
     @property
     def fn_key(self) -> str:
@@ -139,8 +149,8 @@ def _check_signature(fn: Callable[..., Any], count: int) -> None:
         inspect.signature(fn).bind(*range(count))
     except TypeError as error:
         raise ValueError(
-            f"mask function {fn.__name__!r} must take (batch, head, q_idx, kv_idx, *fn_args), here "
-            f"{count} arguments, got {inspect.signature(fn)}"
+            f"mask function {fn.__name__!r} must take (batch, head, q_idx, kv_idx, *labels, "
+            f"*fn_args), here {count} arguments, got {inspect.signature(fn)}"
         ) from error
 
 

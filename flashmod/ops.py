@@ -17,36 +17,47 @@ from torch import Tensor
 from .contents import check_contents
 from .dispatch import choose_backend
 from .flops import register_flops
-from .spec import AttentionCall
+from .spec import AttentionCall, Forward
 
 _CALL_SCHEMA = (
     "Tensor q_starts, Tensor q_lengths, Tensor kv_starts, Tensor kv_lengths, Tensor sequence_ids, "
-    "Tensor limits, Tensor? key_mask, Tensor? dropout_seed, int dropout_threshold, int align, "
-    "str mask_fn, Scalar[] mask_args, "
-    "float scale, str backend, int[] tiles"
+    "Tensor limits, Tensor? attn_mask, Tensor? sink, Tensor? alibi_slopes, Tensor? q_labels, "
+    "Tensor? kv_labels, Tensor? dropout_seed, Tensor? dropout_thresholds, int dropout_threshold, "
+    "int align, str mask_fn, Scalar[] mask_args, float scale, float softcap, str backend, "
+    "int[] tiles, bool collect_stats"
 )
 
 
 @torch.library.custom_op(
     "flashmod::attention_forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_CALL_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    schema=(
+        f"(Tensor q, Tensor k, Tensor v, {_CALL_SCHEMA}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
 )
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B, S, H, D_v), lse (B, H, S) and saved row statistics (2, B, H, S) of one call."""
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    """The fields of :class:`flashmod.spec.Forward`; statistics that nobody wants are empty."""
     request = AttentionCall(*call)
     check_contents(request, q, k)
     with _own_precision(q.device):
-        return choose_backend(q, k, v, request).forward(q, k, v, request)
+        forward = choose_backend(q, k, v, request).forward(q, k, v, request)
+    return tuple(q.new_empty(0) if x is None else x for x in forward)
 
 
 @attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    if AttentionCall(*call).collect_stats:
+        raise NotImplementedError(
+            "return_stats: the number of tiles depends on the lengths' values, which a compiled "
+            "graph does not have; call flash_attention outside torch.compile"
+        )
     batch, rows, heads, _ = q.shape
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=accumulate)
-    return out, lse, q.new_empty(2, batch, heads, rows, dtype=accumulate)
+    saved = q.new_empty(2, batch, heads, rows, dtype=accumulate)
+    return out, lse, saved, q.new_empty(0), q.new_empty(0)
 
 
 @torch.library.custom_op(
@@ -54,7 +65,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tens
     mutates_args=(),
     schema=(
         "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-        f"Tensor stats, {_CALL_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+        f"Tensor saved, bool mask_grad, {_CALL_SCHEMA}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def attention_backward(
@@ -64,14 +76,23 @@ def attention_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    stats: Tensor,
+    saved: Tensor,
+    mask_grad: bool,
     *call: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one call, contiguous, in the dtypes of q, k, v."""
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, attn_mask and sink, contiguous, in their dtypes; else empty.
+
+    Args:
+        mask_grad: whether the gradient of ``attn_mask`` is wanted, which is work of its own.
+    """
     request = AttentionCall(*call)
     backend = choose_backend(q, k, v, request)
     with _own_precision(q.device):
-        return backend.backward(grad_out, grad_lse, q, k, v, out, stats, request)
+        grads = backend.backward(grad_out, grad_lse, q, k, v, out, saved, request, mask_grad)
+    if grads.sink is not None and request.sink is not None:
+        sink = grads.sink if request.sink.shape[0] > 1 else grads.sink.sum(0, keepdim=True)
+        grads = grads._replace(sink=sink.to(request.sink.dtype))
+    return tuple(q.new_empty(0) if x is None else x for x in grads)
 
 
 def _own_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -84,8 +105,11 @@ def _own_precision(device: torch.device) -> AbstractContextManager[Any]:
 @attention_backward.register_fake
 def _(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+) -> tuple[Tensor, ...]:
+    _, _, mask_grad, *call = rest
+    request = AttentionCall(*call)
+    wanted = (q, k, v, request.attn_mask if mask_grad else None, request.sink)
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
 @torch.library.custom_op(
@@ -107,16 +131,12 @@ def _(device: torch.device) -> Tensor:
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        stats: Tensor,
-        call: Any,
-    ) -> Any:
-        return torch.ops.flashmod.attention_backward(grad_out, grad_lse, q, k, v, out, stats, *call)
+        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        saved: Tensor, mask_grad: bool, *call: Any,
+    ) -> Any:  # fmt: skip
+        return torch.ops.flashmod.attention_backward(
+            grad_out, grad_lse, q, k, v, out, saved, mask_grad, *call
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -134,30 +154,34 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, q_lengths: Tensor, kv_starts: Tensor,
-        kv_lengths: Tensor, sequence_ids: Tensor, limits: Tensor, key_mask: Tensor | None,
-        dropout_seed: Tensor | None, dropout_threshold: int, align: int, mask_fn: str,
-        mask_args: tuple[float, ...], scale: float, backend: str, tiles: tuple[int, ...],
+        kv_lengths: Tensor, sequence_ids: Tensor, limits: Tensor, attn_mask: Tensor | None,
+        sink: Tensor | None, alibi_slopes: Tensor | None, q_labels: Tensor | None,
+        kv_labels: Tensor | None, dropout_seed: Tensor | None, dropout_thresholds: Tensor | None,
+        dropout_threshold: int, align: int, mask_fn: str, mask_args: tuple[float, ...],
+        scale: float, softcap: float, backend: str, tiles: tuple[int, ...], collect_stats: bool,
     ) -> Any:  # fmt: skip
         # Not `*call`: where nothing requires grad, torch.compile tells by the number of parameters
         # whether the first one is a context.
         return torch.ops.flashmod.attention_forward(
-            q, k, v, q_starts, q_lengths, kv_starts, kv_lengths, sequence_ids, limits, key_mask,
-            dropout_seed, dropout_threshold, align, mask_fn, mask_args, scale, backend, tiles,
+            q, k, v, q_starts, q_lengths, kv_starts, kv_lengths, sequence_ids, limits, attn_mask,
+            sink, alibi_slopes, q_labels, kv_labels, dropout_seed, dropout_thresholds,
+            dropout_threshold, align, mask_fn, mask_args, scale, softcap, backend, tiles,
+            collect_stats,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        out, _, stats = output
-        ctx.mark_non_differentiable(stats)
+        out, _, *saved = output
+        ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
         tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
         ctx.tensor_places = tensors
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.save_for_backward(out, stats, *(inputs[i] for i in tensors))
+        ctx.save_for_backward(out, saved[0], *(inputs[i] for i in tensors))
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
-        out, stats, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unused: None) -> Any:
+        out, saved, *tensors = ctx.saved_tensors
         inputs = list(ctx.numbers)
         for place, tensor in zip(ctx.tensor_places, tensors, strict=True):
             inputs[place] = tensor
@@ -165,18 +189,29 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(inputs)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        q, k, v, *call = inputs
-        grads = _AttentionBackward.apply(grad_out, grad_lse, q, k, v, out, stats, tuple(call))
-        return *grads, *(None for _ in call)
+        mask_grad = ctx.needs_input_grad[_ATTN_MASK]
+        dq, dk, dv, dmask, dsink = _AttentionBackward.apply(
+            grad_out, grad_lse, *inputs[:3], out, saved, mask_grad, *inputs[3:]
+        )
+        grads = [dq, dk, dv, *(None for _ in inputs[3:])]
+        if mask_grad:
+            grads[_ATTN_MASK] = dmask
+        if inputs[_SINK] is not None:
+            grads[_SINK] = dsink
+        return tuple(grads)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Differentiable attention of one call: out (B, S, H, D_v) and lse (B, H, S).
+# Where they stand among the inputs of _Attention.
+_ATTN_MASK, _SINK = (3 + AttentionCall._fields.index(name) for name in ("attn_mask", "sink"))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Forward:
+    """Attention of one call; out (B, S, H, D_v) and lse (B, H, S) are differentiable.
 
     Double backward raises RuntimeError; forward-mode AD raises NotImplementedError.
     """
-    out, lse, _ = _Attention.apply(q, k, v, *call)
-    return out, lse
+    out, lse, saved, *stats = _Attention.apply(q, k, v, *call)
+    return Forward(out, lse, saved, *(stats if call.collect_stats else ()))
 
 
 register_flops()

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from .masks import mask_fn_on_tensors
-from .spec import AttentionCall, Limits, Span, on_tensors, sequence_limits, spans
+from .spec import (
+    AttentionCall,
+    Limits,
+    SequenceTerms,
+    Span,
+    batch_terms,
+    on_tensors,
+    sequence_limits,
+    sequence_terms,
+    spans,
+)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -62,22 +72,46 @@ def row_weights(
     """
     heads, kv_len = q.shape[-2], k.shape[-3]
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    terms = _terms(call, span, q_idx)
     seen = visible(call, span, heads, q_idx, kv_len)
     keys = _select_seen(_heads_first(k, heads, accumulate), seen)
     scores = q.transpose(-3, -2).to(accumulate) @ keys.mT * call.scale
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = logits(scores, call, span, q_idx).masked_fill(~seen, float("-inf"))
     dead = ~seen.any(-1)
-    if kv_len == 0:
-        return scores, scores.new_full(dead.shape, float("-inf")), seen
-    row_max = scores.detach().amax(-1).masked_fill(dead, 0.0)
+    no_key = scores.new_full(dead.shape, float("-inf"))
+    sink = no_key if terms.sink is None else terms.sink.to(accumulate).expand_as(no_key)
+    row_max = sink.detach()
+    if kv_len:
+        row_max = torch.maximum(row_max, scores.detach().amax(-1))
+    row_max = row_max.masked_fill(row_max == float("-inf"), 0.0)
     weights = (scores - row_max[..., None]).exp()
-    row_sum = weights.sum(-1).masked_fill(dead, 1.0)
-    lse = (row_max + row_sum.log()).masked_fill(dead, float("-inf"))
+    row_sum = weights.sum(-1) + (sink - row_max).exp()
+    empty = row_sum == 0
+    row_sum = row_sum.masked_fill(empty, 1.0)
+    lse = (row_max + row_sum.log()).masked_fill(empty, float("-inf"))
     weights = weights / row_sum[..., None]
     if call.dropout_seed is not None:
         keep = kept(call, span, heads, q_idx, kv_len)
-        weights = torch.where(keep, weights * call.keep_scale, 0.0)
+        threshold = call.dropout_threshold if terms.thresholds is None else terms.thresholds
+        if isinstance(threshold, Tensor):
+            threshold = threshold.to(accumulate)
+        weights = torch.where(keep, weights * on_tensors.keep_scale(threshold), 0.0)
     return weights, lse, seen
+
+
+def logits(scores: Tensor, call: AttentionCall, span: Span | _BatchRows, q_idx: Tensor) -> Tensor:
+    """Scaled products (H, R, S_kv) with soft cap, ALiBi and bias, in this order."""
+    heads, _, kv_len = scores.shape[-3:]
+    terms = _terms(call, span, q_idx)
+    if call.softcap:
+        scores = on_tensors.soft_cap(scores, call.softcap)
+    if terms.slopes is not None:
+        _, kv_idx = _coordinates(heads, kv_len, q_idx)
+        slopes = terms.slopes.to(scores.dtype)
+        scores = scores - on_tensors.alibi(q_idx[:, None], kv_idx, slopes, span.limits)
+    if terms.attn_mask is not None and terms.attn_mask.dtype != torch.bool:
+        scores = scores + terms.attn_mask.to(scores.dtype)
+    return scores
 
 
 def visible(
@@ -85,14 +119,17 @@ def visible(
 ) -> Tensor:
     """(H, R, S_kv) bool: which keys each query row sees."""
     head, kv_idx = _coordinates(heads, kv_len, q_idx)
+    terms = _terms(call, span, q_idx)
     lo, hi = on_tensors.key_interval(q_idx[:, None], span.limits)
     seen = on_tensors.is_visible(kv_idx, lo, hi)
-    if call.key_mask is not None:
-        seen = seen & call.key_mask[span.kv_rows]
+    if terms.attn_mask is not None:
+        mask = terms.attn_mask.detach()
+        seen = seen & (mask if mask.dtype == torch.bool else mask != float("-inf"))
     if call.mask_fn:
         predicate = mask_fn_on_tensors(call.mask_fn)
         positions = (head, q_idx.int()[:, None], kv_idx)
-        seen = seen & predicate(call.sequence_ids[span.n], *positions, *call.mask_args)
+        sequence = call.sequence_ids[span.n]
+        seen = seen & predicate(sequence, *positions, *terms.labels, *call.mask_args)
     return seen.expand(*seen.shape[:-3], heads, len(q_idx), kv_len)
 
 
@@ -100,15 +137,32 @@ def kept(
     call: AttentionCall, span: Span | _BatchRows, heads: int, q_idx: Tensor, kv_len: int
 ) -> Tensor:
     """(H, R, S_kv) bool: which weights dropout keeps."""
+    terms = _terms(call, span, q_idx)
+    threshold = call.dropout_threshold if terms.thresholds is None else terms.thresholds
     assert call.dropout_seed is not None
-    head, kv_idx = _coordinates(heads, kv_len, q_idx)
-    seed_lo, seed_hi = call.dropout_seed.reshape(1).view(torch.int32).unbind()
     sequence = call.sequence_ids[span.n]
+    return dropout_draws(call.dropout_seed, sequence, heads, q_idx, kv_len) >= threshold
+
+
+def dropout_draws(seed: Tensor, sequence: Tensor, heads: int, q_idx: Tensor, kv_len: int) -> Tensor:
+    """(H, R, S_kv) int32: the 16 random bits of every weight, dropped below the threshold.
+
+    Args:
+        seed: 0-d int64.
+        sequence: int32 sequence ids, broadcastable to the result, batch axes before it.
+    """
+    head, kv_idx = _coordinates(heads, kv_len, q_idx)
+    seed_lo, seed_hi = seed.reshape(1).view(torch.int32).unbind()
     head_key = on_tensors.dropout_head_key(seed_lo, seed_hi, sequence, head)
     row_key = on_tensors.dropout_row_key(head_key, q_idx.int()[:, None])
     pair_key = on_tensors.dropout_pair_key(on_tensors.dropout_pair(kv_idx))
     word = on_tensors.dropout_word(*row_key, pair_key)
-    return on_tensors.dropout_bits(word, kv_idx) >= call.dropout_threshold
+    return on_tensors.dropout_bits(word, kv_idx)
+
+
+def _terms(call: AttentionCall, span: Span | _BatchRows, q_idx: Tensor) -> SequenceTerms:
+    terms = sequence_terms(call, span) if isinstance(span, Span) else batch_terms(call)
+    return terms.at_rows(q_idx)
 
 
 def _coordinates(heads: int, kv_len: int, q_idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,12 +183,11 @@ def _select_seen(x: Tensor, seen: Tensor) -> Tensor:
 class _BatchRows(NamedTuple):
     """All sequences at once, one per batch row: a Span whose fields broadcast as (B, 1, 1, 1).
 
-    ``n`` and ``kv_rows`` index per-sequence and per-key tensors so that they broadcast likewise.
+    ``n`` indexes per-sequence tensors so that they broadcast likewise.
     """
 
     limits: Limits
     n: tuple[Any, ...] = (slice(None), None, None, None)
-    kv_rows: tuple[Any, ...] = (slice(None), None, None, slice(None))
 
 
 def call_weights(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:

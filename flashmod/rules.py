@@ -1,8 +1,8 @@
-"""The rules of attention: who sees whom, which tiles matter, which weights are dropped.
+"""The rules of attention: who sees whom, what a score becomes, which weights are dropped.
 
-Every rule is a *leaf* function made of operators and the free names ``maximum``, ``minimum`` and
-``where``. :func:`flashmod.spec.bind` supplies those names for Python ints, torch tensors and Triton
-blocks, so one source runs in the reference, the torch tiles and the kernels.
+Every rule is a *leaf* function made of operators and the free names ``maximum``, ``minimum``,
+``where`` and ``exp``. :func:`flashmod.spec.bind` supplies those names for Python numbers, torch
+tensors and Triton blocks, so one source runs in the reference, the torch tiles and the kernels.
 
 Positions are local to a sequence. ``limits`` is a :class:`flashmod.spec.Limits`. Both ends of
 a query's key interval grow with the query, which is what makes the tile ranges closed forms.
@@ -71,6 +71,48 @@ def split_tiles(start, end, full_start, full_end, block):
     full_start = minimum(maximum(start, (full_start + block - 1) // block * block), end)
     full_end = minimum(maximum(full_start, full_end // block * block), end)
     return start, full_start, full_end, end
+
+
+def tanh(x):
+    """Hyperbolic tangent to a few units in the last place, float32 and float64, near 0 too.
+
+    Below 0.625 a rational function of x squared (Cephes, Moshier 1984-2000), above it the
+    exponential, which neither cancels nor overflows there; one division serves both.
+    """
+    near = minimum(maximum(x, -0.625), 0.625)
+    square = near * near
+    p = (square * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * square
+    p = p - 1.61468768441708447952e3
+    q = ((square + 1.12811678491631932402e2) * square + 2.23548839060100448583e3) * square
+    q = q + 4.84406305325125486048e3
+    decay = exp(-2 * maximum(x, -x))
+    small = near == x
+    rest = where(x < 0, decay - 1, 1 - decay)
+    part = where(small, near * square * p, rest) / where(small, q, 1 + decay)
+    return where(small, near + part, part)
+
+
+def soft_cap(score, cap):
+    """A score squeezed smoothly into ``(-cap, cap)`` (Gemma 2); small scores keep their value."""
+    return cap * tanh(score / cap)
+
+
+def soft_cap_slope(capped, cap):
+    """Derivative of :func:`soft_cap`, from its result."""
+    ratio = capped / cap
+    return (1 - ratio) * (1 + ratio)
+
+
+def alibi(q_idx, kv_idx, slope, limits):
+    """What a head's slope takes off a score: linear in the diagonal's distance (Press 2022)."""
+    distance = q_idx + limits.shift - kv_idx
+    return slope * maximum(distance, -distance)
+
+
+def keep_scale(threshold):
+    """Factor of kept weights: one over the exact keep probability; ``threshold`` is a float."""
+    kept = 65536 - threshold
+    return where(kept > 0, 65536.0 / maximum(kept, 1.0), 0.0)
 
 
 def mix(x):

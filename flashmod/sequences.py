@@ -1,4 +1,4 @@
-"""Which rows of the operands are sequences, and which of their keys can be seen at all."""
+"""Which rows of the operands are sequences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from .spec import END_KEY, FIRST_KEY
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -88,42 +86,6 @@ def ids(sequence_ids: Tensor | None, count: int, device: torch.device) -> Tensor
         )
     _check_integers("sequence_ids", sequence_ids)
     return sequence_ids.to(device=device, dtype=torch.int32)
-
-
-def visible_keys(attn_mask: Tensor | None, k: Tensor, *, packed: bool) -> Tensor | None:
-    """(B, S_kv) bool out of a key-padding mask (B | 1, 1, 1, S_kv), True = visible."""
-    if attn_mask is None:
-        return None
-    check_tensor("attn_mask", attn_mask)
-    if attn_mask.device != k.device:
-        raise ValueError(f"attn_mask is on {attn_mask.device}, q, k and v are on {k.device}")
-    if packed:
-        raise NotImplementedError(
-            "attn_mask for packed input is not supported yet: describe it with mask=Mask(...)"
-        )
-    if attn_mask.dtype != torch.bool or attn_mask.dim() != 4 or attn_mask.shape[1:3] != (1, 1):
-        raise NotImplementedError(
-            f"attn_mask of dtype {attn_mask.dtype} and shape {tuple(attn_mask.shape)} is not "
-            "supported yet: give a bool key-padding mask "
-            f"({k.shape[0]}, 1, 1, {k.shape[1]}), True = visible, or describe it with "
-            "mask=Mask(...)"
-        )
-    if attn_mask.shape[0] not in (1, k.shape[0]) or attn_mask.shape[3] != k.shape[1]:
-        raise ValueError(
-            f"attn_mask has shape {tuple(attn_mask.shape)}, but k needs "
-            f"({k.shape[0]}, 1, 1, {k.shape[1]})"
-        )
-    return attn_mask[:, 0, 0].expand(k.shape[0], -1)
-
-
-def narrow(limits: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Narrow key intervals to the first and last visible key, so that padding is not visited."""
-    if key_mask is None or key_mask.shape[1] == 0:
-        return limits
-    key = torch.arange(key_mask.shape[1], dtype=torch.int32, device=key_mask.device)
-    limits[:, FIRST_KEY] = torch.where(key_mask, key, key_mask.shape[1]).amin(1)
-    limits[:, END_KEY] = torch.where(key_mask, key + 1, 0).amax(1)
-    return limits
 
 
 def check_tensor(name: str, x: object) -> None:
