@@ -1,4 +1,4 @@
-"""THE table of attention cases: layout x mask x dropout x grouping, and how to build one.
+"""THE table of attention cases: layout x mask x scores x dropout x grouping, and how to build one.
 
 Every backend runs the table, and the reference is checked on it against ``oracle.py``. A new
 feature is a new row here, not a new test function. Lengths are odd and tiny so that Triton's
@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from scores import SCORES, ScoreSpec, Sizes, score_arguments
 from torch import Tensor
 
 from flashmod import Mask, flash_attention
@@ -31,6 +32,21 @@ class Layout(NamedTuple):
     slack: int = 0  # rows past the last sequence, or beyond the longest length
     hidden: tuple[tuple[int, ...], ...] = ()  # keys hidden by a key-padding mask, per batch row
 
+    def tokens(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """The leading axes of a tensor of one side."""
+        if self.kind == "packed":
+            return (sum(lengths) + self.slack,)
+        return len(lengths), max(lengths) + self.slack
+
+    def per_token(self, lengths: tuple[int, ...], of: Callable[[int, int], int]) -> Tensor:
+        """``of(n, position)`` for every token of one side; large numbers in slack."""
+        x = torch.full(self.tokens(lengths), 1 << 20)
+        for n, length in enumerate(lengths):
+            first = sum(lengths[:n])
+            rows = x[first : first + length] if self.kind == "packed" else x[n, :length]
+            rows.copy_(torch.tensor([of(n, i) for i in range(length)]))
+        return x
+
 
 class MaskSpec(NamedTuple):
     """The arguments of Mask as plain values, one or one per sequence."""
@@ -42,11 +58,15 @@ class MaskSpec(NamedTuple):
     align: str = "bottom_right"
     fn: Callable[..., Any] | None = None
     fn_args: tuple[float, ...] = ()
+    label: Callable[[int, int], int] | None = None  # of a sequence and a position
 
-    def build(self) -> Mask:
-        return Mask(
-            self.causal, (self.left, self.right), self.prefix, self.align, self.fn, self.fn_args
-        )
+    def build(self, layout: Layout) -> Mask:
+        labels = None
+        if self.label is not None:
+            q, k = (layout.per_token(x, self.label) for x in (layout.q, layout.kv))
+            labels = q, k.int()
+        sides = (self.left, self.right)
+        return Mask(self.causal, sides, self.prefix, self.align, self.fn, self.fn_args, labels)
 
     def of(self, n: int) -> dict[str, Any]:
         """The arguments of ``oracle.sees`` for sequence ``n``."""
@@ -75,6 +95,25 @@ def by_head(batch, head, q_idx, kv_idx):
     return ((kv_idx + q_idx) % (head + 2) == 0) & near
 
 
+def same_document(batch, head, q_idx, kv_idx, q_label, kv_label):
+    return q_label == kv_label
+
+
+def document(n: int, position: int) -> int:
+    return (position + n) // 6
+
+
+def text_and_images(batch, head, q_idx, kv_idx, q_label, kv_label, reach):
+    """Causal text with a reach, tokens of one image see each other; 0 is text."""
+    past = (kv_idx <= q_idx) & (kv_idx > q_idx - reach)
+    return past | ((q_label == kv_label) & (q_label > 0))
+
+
+def image(n: int, position: int) -> int:
+    run = (position + 2 * n) // 4
+    return run if run % 3 else 0
+
+
 LAYOUTS = {
     "dense": Layout((17,), (17,)),
     "short_q": Layout((5,), (21,)),
@@ -100,10 +139,23 @@ MASKS: dict[str, Callable[[int], MaskSpec]] = {
     ),
     "mask_fn": lambda n: MaskSpec(fn=striped, fn_args=(3, 2)),
     "head_fn": lambda n: MaskSpec(causal=True, align="top_left", fn=by_head),
+    "documents": lambda n: MaskSpec(causal=True, fn=same_document, label=document),
+    "images": lambda n: MaskSpec(fn=text_and_images, fn_args=(9,), label=image),
 }
-DROPOUTS = (0.0, 0.25)
+PER_TOKEN = -1.0  # stands for one rate per query token
+RATES = (0.0, 0.1, 0.5, 0.75, 1.0)
+DROPOUTS = (0.0, 0.25, PER_TOKEN)
 GROUPINGS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (3, 1)}  # query heads, key heads
 HEAD_DIMS = ((8, 8), (5, 3), (16, 16), (12, 20))  # D, D_v
+
+
+AXES = {
+    "layout": LAYOUTS,
+    "mask": MASKS,
+    "scores": SCORES,
+    "dropout_p": DROPOUTS,
+    "grouping": GROUPINGS,
+}
 
 
 @dataclass(frozen=True)
@@ -112,20 +164,24 @@ class Case:
     mask: str
     dropout_p: float
     grouping: str
+    scores: str = "none"
     dtype: torch.dtype = torch.float32
 
     @property
     def id(self) -> str:
-        name = f"{self.layout}-{self.mask}-p{self.dropout_p}-{self.grouping}"
-        return (
-            name
-            if self.dtype == torch.float32
-            else f"{name}-{str(self.dtype).removeprefix('torch.')}"
-        )
+        rate = "tokens" if self.dropout_p == PER_TOKEN else f"p{self.dropout_p}"
+        parts = [self.layout, self.mask, rate, self.grouping]
+        parts += [self.scores] if self.scores != "none" else []
+        parts += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
+        return "-".join(parts)
 
     @property
-    def spec(self) -> MaskSpec:
+    def mask_spec(self) -> MaskSpec:
         return MASKS[self.mask](len(LAYOUTS[self.layout].q))
+
+    @property
+    def score_spec(self) -> ScoreSpec:
+        return SCORES[self.scores]
 
 
 class Inputs(NamedTuple):
@@ -139,7 +195,9 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
 
     def promoted(self) -> "Inputs":
-        return Inputs(*(x.double() for x in self[:5]), self.kwargs)
+        scores = {name: self.kwargs.get(name) for name in ("attn_mask", "learnable_sink")}
+        wide = {n: x.double() for n, x in scores.items() if x is not None and x.is_floating_point()}
+        return Inputs(*(x.double() for x in self[:5]), self.kwargs | wide)
 
 
 class Output(NamedTuple):
@@ -150,21 +208,51 @@ class Output(NamedTuple):
     dv: Tensor
 
 
+class ScoredOutput(NamedTuple):
+    """What a call with a bias or a sink gives; None where it has only one of them."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsink: Tensor | None
+
+
 def all_cases() -> list[Case]:
-    return [Case(*row) for row in product(LAYOUTS, MASKS, DROPOUTS, GROUPINGS)]
+    return [
+        Case(layout, mask, dropout_p, grouping, scores)
+        for layout, mask, scores, dropout_p, grouping in product(*AXES.values())
+    ]
+
+
+def common_cases() -> list[Case]:
+    """A third of them: every layout x mask x scores x dropout; grouping rotates."""
+    groupings = list(GROUPINGS)
+    rows = list(product(LAYOUTS, MASKS, SCORES, DROPOUTS))
+    return [
+        Case(layout, mask, dropout_p, groupings[(i + i // 3) % 3], scores)
+        for i, (layout, mask, scores, dropout_p) in enumerate(rows)
+    ]
 
 
 def covering_cases() -> list[Case]:
-    """96 of them: every layout x mask, a third of the pairs with and without dropout.
+    """143 of them: every mask x scores; layout, dropout and grouping rotate.
 
-    Dropout and grouping rotate, so that any two ideas still meet.
+    Any two rows of different axes still meet.
     """
-    cases, groupings = [], list(GROUPINGS)
-    for (i, layout), (j, mask) in product(enumerate(LAYOUTS), enumerate(MASKS)):
-        rates = (DROPOUTS[:1], DROPOUTS[1:], DROPOUTS)[(i + j) % 3]
-        for d, dropout_p in enumerate(rates):
-            cases.append(Case(layout, mask, dropout_p, groupings[(i + 2 * j + d) % 3]))
-    return cases
+    layouts, groupings = list(LAYOUTS), list(GROUPINGS)
+    return [
+        Case(
+            layouts[(i + j) % len(layouts)],
+            mask,
+            DROPOUTS[(j + i // 3) % len(DROPOUTS)],
+            groupings[(i + j // 3) % len(groupings)],
+            scores,
+        )
+        for (i, mask), (j, scores) in product(enumerate(MASKS), enumerate(SCORES))
+    ]
 
 
 def build(case: Case) -> Inputs:
@@ -173,56 +261,92 @@ def build(case: Case) -> Inputs:
     generator = torch.Generator().manual_seed(number)
     layout, (heads, kv_heads) = LAYOUTS[case.layout], GROUPINGS[case.grouping]
     dim, value_dim = HEAD_DIMS[number % len(HEAD_DIMS)]
-    strided = number % 3 == 0
 
-    def randn(lengths: tuple[int, ...], heads: int, dim: int) -> Tensor:
-        rows = (sum(lengths) if layout.kind == "packed" else max(lengths)) + layout.slack
-        batch = () if layout.kind == "packed" else (len(lengths),)
-        if not strided:
-            x = torch.randn(*batch, rows, heads, dim, generator=generator)
-        else:
-            x = torch.randn(*batch, heads, rows, 2 * dim, generator=generator)[..., 1::2].transpose(
-                -3, -2
-            )
-        return x.to(case.dtype)
+    def randn(*shape: int) -> Tensor:
+        if number % 3:
+            return torch.randn(*shape, generator=generator).to(case.dtype)
+        *batch, rows, heads, dim = (1,) * (3 - len(shape)) + shape
+        x = torch.randn(*batch, heads, rows, 2 * dim, generator=generator).to(case.dtype)
+        return x[..., 1::2].transpose(-3, -2).view(shape)
 
-    q, k = randn(layout.q, heads, dim), randn(layout.kv, kv_heads, dim)
-    v, grad_out = randn(layout.kv, kv_heads, value_dim), randn(layout.q, heads, value_dim)
-    grad_lse = randn(layout.q, heads, 1)[..., 0].transpose(-1, -2)
+    q_tokens, kv_tokens = layout.tokens(layout.q), layout.tokens(layout.kv)
+    q, k = randn(*q_tokens, heads, dim), randn(*kv_tokens, kv_heads, dim)
+    v, grad_out = randn(*kv_tokens, kv_heads, value_dim), randn(*q_tokens, heads, value_dim)
+    grad_lse = randn(*q_tokens, heads).transpose(-1, -2)
     grad_lse = grad_lse.to(torch.promote_types(case.dtype, torch.float32))
-    return Inputs(q, k, v, grad_out, grad_lse, arguments(case))
+    kwargs = arguments(case) | score_arguments(case.score_spec, sizes(case), _keep(layout), randn)
+    return Inputs(q, k, v, grad_out, grad_lse, kwargs)
+
+
+def sizes(case: Case) -> Sizes:
+    """The axes of attn_mask: padded rows count, since they have a place in dense tensors."""
+    layout = LAYOUTS[case.layout]
+    slack = 0 if layout.kind == "packed" else layout.slack
+    heads = GROUPINGS[case.grouping][0]
+    return Sizes(len(layout.q), heads, max(layout.q) + slack, max(layout.kv) + slack)
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """The keyword arguments of ``flash_attention`` for a case."""
+    """The keyword arguments of ``flash_attention`` for a case, but those of its scores."""
     layout = LAYOUTS[case.layout]
     kwargs: dict[str, Any] = {
-        "mask": case.spec.build(),
+        "mask": case.mask_spec.build(layout),
         "dropout_p": case.dropout_p,
         "dropout_seed": SEED,
     }
+    if case.dropout_p == PER_TOKEN:
+        index = layout.per_token(layout.q, rate_index)
+        kwargs["dropout_p"] = torch.tensor(RATES)[index % len(RATES)]
     if layout.kind == "packed":
         kwargs["cu_seqlens_q"], kwargs["cu_seqlens_k"] = cu_seqlens(layout.q), cu_seqlens(layout.kv)
     if layout.kind == "padded":
         kwargs["lengths_q"], kwargs["lengths_k"] = torch.tensor(layout.q), torch.tensor(layout.kv)
-    if layout.hidden:
-        keep = torch.ones(len(layout.kv), 1, 1, max(layout.kv), dtype=torch.bool)
-        for row, keys in zip(keep, layout.hidden, strict=True):
-            row[..., list(keys)] = False
-        kwargs["attn_mask"] = keep
     return kwargs
+
+
+def rate_index(n: int, position: int) -> int:
+    return 3 * position + n
+
+
+def rate_of(case: Case, n: int, position: int) -> float:
+    """The dropout rate of a query."""
+    if case.dropout_p != PER_TOKEN:
+        return case.dropout_p
+    return RATES[rate_index(n, position) % len(RATES)]
+
+
+def _keep(layout: Layout) -> Tensor | None:
+    """The key-padding mask of a layout with hidden keys."""
+    if not layout.hidden:
+        return None
+    keep = torch.ones(len(layout.kv), 1, 1, max(layout.kv), dtype=torch.bool)
+    for row, keys in zip(keep, layout.hidden, strict=True):
+        row[..., list(keys)] = False
+    return keep
 
 
 def cu_seqlens(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def run(inputs: Inputs, attention: Callable[..., Any] = flash_attention, **options: Any) -> Output:
+def run(
+    inputs: Inputs, attention: Callable[..., Any] = flash_attention, **options: Any
+) -> Output | ScoredOutput:
     """out, lse and the gradients of one attention function, a gradient into lse included."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out, lse = attention(*leaves, return_lse=True, **inputs.kwargs, **options)
-    grads = torch.autograd.grad((out, lse), leaves, (inputs.grad_out, inputs.grad_lse))
-    return Output(out.detach(), lse.detach(), *grads)
+    scored = {}
+    for name in ("attn_mask", "learnable_sink"):
+        x = inputs.kwargs.get(name)
+        if x is not None and x.is_floating_point():
+            scored[name] = x.detach().requires_grad_()
+    out, lse = attention(*leaves, return_lse=True, **inputs.kwargs | scored, **options)
+    wanted = (*leaves, *scored.values())
+    grads = torch.autograd.grad((out, lse), wanted, (inputs.grad_out, inputs.grad_lse))
+    own = dict(zip(scored, grads[3:], strict=True))
+    results = (out.detach(), lse.detach(), *grads[:3])
+    if not own:
+        return Output(*results)
+    return ScoredOutput(*results, own.get("attn_mask"), own.get("learnable_sink"))
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **kwargs: Any) -> Any:

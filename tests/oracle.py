@@ -4,8 +4,9 @@ Nothing here is shared with the library: the loops follow the written definition
 hash is computed in unsigned arithmetic.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,12 +72,39 @@ def _word(x: Any) -> np.ndarray:
     return np.asarray(np.asarray(x, dtype=object) & WORD, dtype=np.uint32)
 
 
+class Scores(NamedTuple):
+    """What a product ``q . k`` of one sequence becomes before the softmax."""
+
+    scale: float
+    softcap: float = 0.0
+    slopes: np.ndarray | None = None  # (H,), taken off per step from the diagonal
+    shift: int = 0  # the diagonal of query i is key i + shift
+    bias: np.ndarray | None = None  # (H, S, S_kv), -inf hides
+    sink: np.ndarray | None = None  # (H,)
+
+
+def logits(q: np.ndarray, k: np.ndarray, visible: np.ndarray, scores: Scores) -> np.ndarray:
+    """(H, S, S_kv) of one sequence, -inf where hidden. Shapes as in :func:`attend`."""
+    group = q.shape[1] // k.shape[1]
+    table = np.full(visible.shape, -np.inf)
+    for h, i, j in np.argwhere(visible):
+        x = scores.scale * float(q[i, h] @ k[j, h // group])
+        if scores.softcap:
+            x = scores.softcap * math.tanh(x / scores.softcap)
+        if scores.slopes is not None:
+            x -= scores.slopes[h] * abs(i + scores.shift - j)
+        if scores.bias is not None:
+            x += scores.bias[h, i, j]
+        table[h, i, j] = x
+    return table
+
+
 def attend(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    scale: float,
     visible: np.ndarray,
+    scores: Scores,
     weigh: Callable[..., Any],
 ) -> tuple[np.ndarray, np.ndarray]:
     """One sequence: q (S, H, D), k and v (S_kv, H_kv, .), ``visible`` (H, S, S_kv).
@@ -85,16 +113,70 @@ def attend(
     """
     q_len, heads = q.shape[:2]
     group = heads // k.shape[1]
+    table = logits(q, k, visible, scores)
     out = np.zeros((q_len, heads, v.shape[-1]))
     lse = np.full((heads, q_len), -np.inf)
-    for h in range(heads):
-        for i in range(q_len):
-            keys = [j for j in range(k.shape[0]) if visible[h, i, j]]
-            if not keys:
-                continue
-            logits = np.array([scale * q[i, h] @ k[j, h // group] for j in keys])
-            total = np.exp(logits - logits.max()).sum()
-            lse[h, i] = logits.max() + np.log(total)
-            for j, logit in zip(keys, logits, strict=True):
-                out[i, h] += np.exp(logit - lse[h, i]) * weigh(h, i, j) * v[j, h // group]
+    for h, i in np.ndindex(heads, q_len):
+        keys = [j for j in range(k.shape[0]) if table[h, i, j] > -np.inf]
+        terms = [table[h, i, j] for j in keys]
+        if scores.sink is not None:
+            terms.append(scores.sink[h])
+        if not terms:
+            continue
+        largest = max(terms)
+        lse[h, i] = largest + math.log(sum(math.exp(x - largest) for x in terms))
+        for j in keys:
+            out[i, h] += math.exp(table[h, i, j] - lse[h, i]) * weigh(h, i, j) * v[j, h // group]
     return out, lse
+
+
+class Trace(NamedTuple):
+    """What the tile by tile recurrence of one sequence did: (H, query tiles, key tiles)."""
+
+    rescales: np.ndarray
+    updates: np.ndarray
+    kinds: np.ndarray  # 0 skipped, 1 partial, 2 full
+    max_logit: np.ndarray  # (H, S)
+    entropy: np.ndarray  # (H, S), in nats
+
+
+def recurrence(
+    table: np.ndarray, reach: np.ndarray, tiles: tuple[int, int], any_hidden: bool
+) -> Trace:
+    """Online softmax over a table of logits (H, S, S_kv), one row and one key tile at a time.
+
+    Args:
+        reach: (S, S_kv), the pairs inside the key intervals: a tile with none of them is skipped.
+        tiles: queries and keys per tile.
+        any_hidden: a mask function or a pairwise mask may hide any pair, so no tile counts as full.
+    """
+    heads, q_len, kv_len = table.shape
+    block_m, block_n = tiles
+    shape = heads, -(-q_len // block_m), -(-kv_len // block_n)
+    rescales, updates, kinds = (np.zeros(shape, dtype=np.int32) for _ in range(3))
+    for m, n in np.ndindex(*shape[1:]):
+        pairs = reach[m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
+        kinds[:, m, n] = 0 if not pairs.any() else 1 if any_hidden or not pairs.all() else 2
+    max_logit = np.full((heads, q_len), -np.inf)
+    entropy = np.zeros((heads, q_len))
+    for h, i in np.ndindex(heads, q_len):
+        running = -math.inf
+        for n in range(shape[2]):
+            if kinds[h, i // block_m, n] == 0:
+                continue
+            largest = max(table[h, i, n * block_n : (n + 1) * block_n])
+            if largest > running:
+                updates[h, i // block_m, n] += 1
+                rescales[h, i // block_m, n] += running > -math.inf
+                running = largest
+        max_logit[h, i] = running
+        entropy[h, i] = _entropy([x for x in table[h, i] if x > -math.inf])
+    return Trace(rescales, updates, kinds, max_logit, entropy)
+
+
+def _entropy(terms: list[float]) -> float:
+    if not terms:
+        return 0.0
+    weights = [math.exp(x - max(terms)) for x in terms]
+    shares = [w / sum(weights) for w in weights]
+    return -sum(p * math.log(p) for p in shares if p > 0)

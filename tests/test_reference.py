@@ -8,31 +8,60 @@ from cases import (
     LAYOUTS,
     SEED,
     Case,
+    Inputs,
     build,
     covering_cases,
     cu_seqlens,
     expected,
+    rate_of,
     reference_attention,
     run,
+    sizes,
 )
-from oracle import attend, random_bits, sees
+from oracle import Scores, attend, random_bits, sees
 
 from flashmod import Mask, TileConfig, flash_attention
 
-THRESHOLD = 1 << 14  # of 65536: a dropout rate of 0.25
+
+def attn_mask_of(case: Case, inputs: Inputs, n: int) -> np.ndarray | None:
+    """(H, S, S_kv) of sequence ``n``, every axis written out."""
+    layout, mask = LAYOUTS[case.layout], inputs.kwargs.get("attn_mask")
+    if mask is None:
+        return None
+    return mask.expand(sizes(case))[n, :, : layout.q[n], : layout.kv[n]].numpy()
 
 
-def visible_pairs(case: Case, n: int, heads: int) -> np.ndarray:
+def visible_pairs(case: Case, inputs: Inputs, n: int) -> np.ndarray:
     """(H, S, S_kv) of sequence ``n``, by the written definition."""
-    layout, spec = LAYOUTS[case.layout], case.spec
+    layout, spec = LAYOUTS[case.layout], case.mask_spec
     lengths = layout.q[n], layout.kv[n]
-    hidden = layout.hidden[n] if layout.hidden else ()
-    seen = np.zeros((heads, *lengths), dtype=bool)
+    mask = attn_mask_of(case, inputs, n)
+    seen = np.zeros((sizes(case).h, *lengths), dtype=bool)
     for h, i, j in np.ndindex(*seen.shape):
-        seen[h, i, j] = j not in hidden and sees(i, j, lengths, **spec.of(n))
+        seen[h, i, j] = sees(i, j, lengths, **spec.of(n))
         if spec.fn is not None:
-            seen[h, i, j] &= bool(spec.fn(n, h, i, j, *spec.fn_args))
+            labels = (spec.label(n, i), spec.label(n, j)) if spec.label else ()
+            seen[h, i, j] &= bool(spec.fn(n, h, i, j, *labels, *spec.fn_args))
+        if mask is not None:
+            seen[h, i, j] &= bool(mask[h, i, j] != (0 if mask.dtype == bool else -np.inf))
     return seen
+
+
+def scores_of(case: Case, inputs: Inputs, n: int) -> Scores:
+    kwargs, layout = inputs.kwargs, LAYOUTS[case.layout]
+    slopes, sink = kwargs.get("alibi_slopes"), kwargs.get("learnable_sink")
+    if slopes is not None:
+        slopes = slopes[n if slopes.dim() == 2 else slice(None)].numpy()
+    bias = attn_mask_of(case, inputs, n)
+    bottom_right = case.mask_spec.align == "bottom_right"
+    return Scores(
+        scale=inputs.q.shape[-1] ** -0.5,
+        softcap=kwargs.get("softcap", 0.0),
+        slopes=slopes,
+        shift=layout.kv[n] - layout.q[n] if bottom_right else 0,
+        bias=None if bias is None or bias.dtype == bool else bias,
+        sink=None if sink is None else sink.numpy(),
+    )
 
 
 def rows_of(case: Case, lengths: tuple[int, ...], n: int) -> tuple:
@@ -51,11 +80,13 @@ def test_definition_equals_spelled_out_loops(case):
         q, k, v = (x[at].numpy() for x, at in zip(inputs[:3], (q_at, kv_at, kv_at), strict=True))
 
         def weigh(h, i, j, n=n):
-            kept = not case.dropout_p or random_bits(SEED, n, h, i, j) >= THRESHOLD
-            return kept / (1 - case.dropout_p)
+            rate = rate_of(case, n, i)
+            threshold = 65536 if rate == 1 else round(rate * 65536)
+            kept = threshold < 65536 and random_bits(SEED, n, h, i, j) >= threshold
+            return 65536 / (65536 - threshold) if kept else 0.0
 
-        seen = visible_pairs(case, n, q.shape[1])
-        out_n, lse_n = attend(q, k, v, q.shape[-1] ** -0.5, seen, weigh)
+        seen, scores = visible_pairs(case, inputs, n), scores_of(case, inputs, n)
+        out_n, lse_n = attend(q, k, v, seen, scores, weigh)
         out[q_at] = out_n
         lse[(*q_at[:-1], slice(None), q_at[-1])] = lse_n
     np.testing.assert_allclose(result.out.numpy(), out, atol=1e-12)
