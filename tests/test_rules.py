@@ -1,8 +1,10 @@
 """The rules by brute force: intervals, tile ranges and their transpose."""
 
 import inspect
+import math
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -176,7 +178,14 @@ def test_split_tiles_without_a_full_part():
 
 @pytest.mark.parametrize("name", RULES)
 def test_rules_keep_the_grammar_of_leaf_functions(name):
-    assert list(grammar_offences(RULES[name], structs=True, calls=tuple(RULES))) == []
+    """Beside the names of mask functions a rule may call ``exp`` and other rules."""
+    assert list(grammar_offences(RULES[name], structs=True, calls=("exp", *RULES))) == []
+
+
+def test_only_rules_may_call_exp():
+    assert any("may be called" in text for text in grammar_offences(rules.tanh))
+    called = {name: fn.__code__.co_names for name, fn in RULES.items()}
+    assert [name for name, names in called.items() if "exp" in names] == ["tanh"]
 
 
 def test_unbounded_sides_stay_inside_int32():
@@ -188,3 +197,66 @@ def test_unbounded_sides_stay_inside_int32():
     )
     assert lo.dtype == hi.dtype == torch.int32
     assert (lo == 0).all() and (hi == longest).all()
+
+
+def magnitudes(dtype):
+    """From 1e-30 to 1e6, dense where the two halves of :func:`rules.tanh` meet, both signs."""
+    wide = torch.logspace(-30, 6, 20_001, dtype=torch.float64)
+    near = torch.linspace(0.5, 0.8, 20_001, dtype=torch.float64)
+    knee = torch.tensor(0.625, dtype=torch.float64)
+    ends = [knee, knee.nextafter(knee + 1), knee.nextafter(knee - 1)]
+    x = torch.cat([wide, near, torch.stack(ends)]).to(dtype)
+    return torch.cat([x, -x])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tanh_to_two_units_in_the_last_place(dtype):
+    x = magnitudes(dtype)
+    truth = torch.tensor([math.tanh(value) for value in x.tolist()], dtype=torch.float64)
+    unit = torch.from_numpy(np.spacing(truth.to(dtype).abs().numpy())).double()
+    got = on_tensors.tanh(x)
+    assert got.dtype == dtype
+    assert ((got.double() - truth).abs() / unit).max() <= 2
+    assert torch.equal(on_tensors.tanh(-x), -got)
+    assert (got.abs() <= 1).all()
+
+
+def test_tanh_of_numbers_and_of_what_is_none():
+    for x in (0.0, 1e-30, 0.3, -0.7, 5.0, -1e6):
+        assert math.isclose(on_ints.tanh(x), math.tanh(x), rel_tol=1e-15)
+    odd = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
+    got = on_tensors.tanh(odd)
+    assert got[:2].tolist() == [1.0, -1.0] and got[2].isnan() and (got[3:] == 0).all()
+
+
+def test_derivative_of_tanh():
+    """By autograd, as the reference takes it: 1 at 0, 0 far out, never NaN."""
+    x = torch.cat([torch.zeros(1, dtype=torch.float64), magnitudes(torch.float64)])
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(on_tensors.tanh(x).sum(), x)
+    assert slope[0] == 1.0
+    torch.testing.assert_close(slope, 1 - x.detach().tanh() ** 2, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0, 1e4])
+def test_soft_cap_and_its_slope(cap):
+    score = torch.linspace(-40, 40, 1001, dtype=torch.float64, requires_grad=True)
+    capped = on_tensors.soft_cap(score, cap)
+    torch.testing.assert_close(capped, cap * (score / cap).tanh())
+    (slope,) = torch.autograd.grad(capped.sum(), score)
+    torch.testing.assert_close(on_tensors.soft_cap_slope(capped.detach(), cap), slope)
+
+
+def test_alibi_by_brute_force():
+    for lengths, bottom_right in product(((4, 4), (3, 7), (7, 3)), (True, False)):
+        limits = limits_of(lengths, None, None, 0, bottom_right, (0, lengths[1]))
+        shift = lengths[1] - lengths[0] if bottom_right else 0
+        for i, j in product(*map(range, lengths)):
+            assert on_ints.alibi(i, j, 0.5, limits) == 0.5 * abs(i + shift - j)
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 6554, 16384, 65535, 65536])
+def test_keep_scale_is_one_over_the_exact_keep_probability(threshold):
+    scale = on_ints.keep_scale(threshold)
+    assert scale == (0 if threshold == 65536 else 65536 / (65536 - threshold))
+    assert on_tensors.keep_scale(torch.tensor(float(threshold), dtype=torch.float64)) == scale
