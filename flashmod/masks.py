@@ -6,13 +6,16 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from .grammar import grammar_offences
-from .spec import HOST_NAMES, UNBOUNDED, bind
+from .spec import HOST_NAMES, UNBOUNDED, TileConfig, bind
+
+if TYPE_CHECKING:
+    from .picture import MaskPicture
 
 F = TypeVar("F", bound=Callable[..., Any])
 PerSequence = int | Tensor | Sequence[int | None] | None
@@ -87,6 +90,31 @@ class Mask:
     @property
     def fn_key(self) -> str:
         return "" if self.fn is None else _key(self.fn)
+
+    def show(
+        self,
+        lengths: int | Tensor | Sequence[int],
+        lengths_k: int | Tensor | Sequence[int] | None = None,
+        *,
+        tiles: TileConfig | None = None,
+        head: int = 0,
+        sequence_ids: Tensor | Sequence[int] | None = None,
+    ) -> MaskPicture:
+        """Draw who sees whom and which tiles are computed: text in print, a figure in a notebook.
+
+        >>> Mask(causal=True).show(40).total
+        Counts(full=3, partial=3, skipped=3, visible=820, pairs=1600)
+
+        Args:
+            lengths: queries of every sequence, or of the only one.
+            lengths_k: keys likewise; as many as queries by default.
+            tiles: tile sizes, 16 x 16 by default. A sequence longer than 64 is drawn by tiles.
+            head: the query head that ``fn`` is asked about.
+            sequence_ids: (N,), the batch index that ``fn`` sees; 0..N-1 by default.
+        """
+        from .picture import show
+
+        return show(self, lengths, lengths_k, tiles=tiles, head=head, sequence_ids=sequence_ids)
 
     def limits(self, num_sequences: int, device: torch.device) -> Tensor:
         """(N, 5) int32: window_left, window_right, prefix_len, first_key, end_key per sequence."""
