@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from cases import cu_seqlens, reference_attention
+from cases import cu_seqlens, reference_attention, same_document
 from torch._subclasses import FakeTensorMode
 
 from flashmod import (
@@ -26,6 +26,17 @@ def tensors(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=None, dtype=torch.float32):
 
 def packed(rows=5):
     return [torch.randn(rows, 2, 8) for _ in range(3)]
+
+
+def rates(bad):
+    """One rate per query token; that of token 3 of sequence 1 is ``bad``."""
+    p = torch.full((2, 5), 0.5, dtype=torch.float64)
+    p[1, 3] = bad
+    return p
+
+
+def labelled(q_labels, kv_labels):
+    return Mask(fn=same_document, labels=(q_labels.int(), kv_labels.int()))
 
 
 INT = torch.int32
@@ -61,7 +72,6 @@ REFUSALS = {
     "p_above": (tensors(), {"dropout_p": 1.5}, ValueError, "dropout_p must lie between 0 and 1, got 1.5"),
     "p_below": (tensors(), {"dropout_p": -0.1}, ValueError, "dropout_p must lie between 0 and 1, got -0.1"),
     "p_nan": (tensors(), {"dropout_p": math.nan}, ValueError, "dropout_p must lie between 0 and 1, got nan"),
-    "p_tensor": (tensors(), {"dropout_p": torch.tensor(0.5)}, NotImplementedError, "one rate per token"),
     "seed_int32": (tensors(), {"dropout_p": 0.5, "dropout_seed": torch.tensor(1, dtype=INT)}, TypeError, "0-d int64 tensor, got torch.int32"),
     "seed_1d": (tensors(), {"dropout_p": 0.5, "dropout_seed": torch.tensor([1])}, TypeError, "of shape (1,)"),
     "seed_float": (tensors(), {"dropout_p": 0.5, "dropout_seed": 1.5}, TypeError, "0-d int64 tensor, got 1.5"),
@@ -76,10 +86,46 @@ REFUSALS = {
     "tiles_float": (tensors(), {"tiles": TileConfig(16.0, 16)}, TypeError, "tiles must hold integers, got TileConfig(block_m=16.0"),
     "attn_mask_device": (tensors(), {"attn_mask": torch.ones(2, 1, 1, 7, device="meta").bool()}, ValueError, "attn_mask is on meta, q, k and v are on cpu"),
     "mask_count": (tensors(), {"mask": Mask(prefix_len=[1, 2, 3])}, ValueError, "has shape (3,), but the call has 2 sequences"),
-    "bias": (tensors(), {"attn_mask": torch.zeros(2, 1, 1, 7)}, NotImplementedError, "torch.float32 and shape (2, 1, 1, 7) is not supported yet"),
-    "dense_mask": (tensors(), {"attn_mask": torch.ones(5, 7).bool()}, NotImplementedError, "shape (5, 7) is not supported yet"),
-    "key_mask_length": (tensors(), {"attn_mask": torch.ones(2, 1, 1, 5).bool()}, ValueError, "(2, 1, 1, 5), but k needs (2, 1, 1, 7)"),
-    "packed_attn_mask": (packed(), {"cu_seqlens_q": cu_seqlens([5]), "attn_mask": torch.ones(1, 1, 1, 5).bool()}, NotImplementedError, "attn_mask for packed input"),
+    "mask_dtype": (tensors(), {"attn_mask": torch.ones(5, 7, dtype=INT)}, TypeError, "attn_mask must be bool (True = visible) or a floating-point bias, got torch.int32"),
+    "mask_array": (tensors(), {"attn_mask": [[True] * 7] * 5}, TypeError, "attn_mask must be a tensor, got list"),
+    "mask_5d": (tensors(), {"attn_mask": torch.zeros(1, 2, 4, 5, 7)}, ValueError, "attn_mask must broadcast to (B, H, S, S_kv), here (2, 4, 5, 7), got (1, 2, 4, 5, 7)"),
+    "mask_keys": (tensors(), {"attn_mask": torch.ones(2, 1, 1, 5).bool()}, ValueError, "here (2, 4, 5, 7), got (2, 1, 1, 5)"),
+    "mask_queries": (tensors(), {"attn_mask": torch.zeros(7, 7)}, ValueError, "here (2, 4, 5, 7), got (7, 7)"),
+    "mask_heads": (tensors(), {"attn_mask": torch.zeros(1, 2, 5, 7)}, ValueError, "here (2, 4, 5, 7), got (1, 2, 5, 7)"),
+    "mask_batch": (tensors(), {"attn_mask": torch.zeros(3, 1, 1, 7)}, ValueError, "here (2, 4, 5, 7), got (3, 1, 1, 7)"),
+    "mask_of_kv_heads": (packed(), {"cu_seqlens_q": cu_seqlens([2, 3]), "attn_mask": torch.zeros(3, 1, 3, 3)}, ValueError, "attn_mask must broadcast to (N, H, longest, longest), here (2, 2, any, any), got (3, 1, 3, 3)"),
+    "packed_mask_queries": (packed(), {"cu_seqlens_q": cu_seqlens([2, 3]), "attn_mask": torch.zeros(2, 3)}, ValueError, "attn_mask has 2 queries, but sequence 1 has 3: it goes by positions within a sequence and must cover the longest"),
+    "packed_mask_keys": (packed(), {"cu_seqlens_q": cu_seqlens([4, 1]), "attn_mask": torch.ones(2, 1, 1, 3).bool()}, ValueError, "attn_mask has 3 keys, but sequence 0 has 4"),
+    "softcap_negative": (tensors(), {"softcap": -1.0}, ValueError, "softcap must be 0 (off) or a positive number, got -1.0"),
+    "softcap_inf": (tensors(), {"softcap": math.inf}, ValueError, "got inf"),
+    "softcap_nan": (tensors(), {"softcap": math.nan}, ValueError, "got nan"),
+    "softcap_tensor": (tensors(), {"softcap": torch.tensor(3.0)}, TypeError, "softcap must be a number, got Tensor: it has no gradient"),
+    "slopes_number": (tensors(), {"alibi_slopes": 0.5}, TypeError, "alibi_slopes must be a tensor, got float"),
+    "slopes_int": (tensors(), {"alibi_slopes": torch.ones(4, dtype=INT)}, TypeError, "alibi_slopes must be floating-point, got torch.int32"),
+    "slopes_heads": (tensors(), {"alibi_slopes": torch.ones(2)}, ValueError, "alibi_slopes must be (4,) or (2, 4), got (2,)"),
+    "slopes_count": (tensors(), {"alibi_slopes": torch.ones(3, 4)}, ValueError, "alibi_slopes must be (4,) or (2, 4), got (3, 4)"),
+    "slopes_0d": (tensors(), {"alibi_slopes": torch.tensor(0.5)}, ValueError, "alibi_slopes must be (4,) or (2, 4), got ()"),
+    "slopes_grad": (tensors(), {"alibi_slopes": torch.ones(4, requires_grad=True)}, ValueError, "alibi_slopes has no gradient: pass alibi_slopes.detach()"),
+    "slopes_device": (tensors(), {"alibi_slopes": torch.ones(4, device="meta")}, ValueError, "alibi_slopes is on meta, q, k and v are on cpu"),
+    "sink_number": (tensors(), {"learnable_sink": 0.5}, TypeError, "learnable_sink must be a tensor, got float"),
+    "sink_int": (tensors(), {"learnable_sink": torch.ones(4, dtype=INT)}, TypeError, "learnable_sink must be floating-point, got torch.int32"),
+    "sink_heads": (tensors(), {"learnable_sink": torch.ones(2)}, ValueError, "got (2,)"),
+    "sink_2d": (tensors(), {"learnable_sink": torch.ones(2, 4)}, ValueError, "learnable_sink must be (4,), got (2, 4)"),
+    "sink_device": (tensors(), {"learnable_sink": torch.ones(4, device="meta")}, ValueError, "learnable_sink is on meta, q, k and v are on cpu"),
+    "rates_0d": (tensors(), {"dropout_p": torch.tensor(0.5)}, ValueError, "dropout_p must be (2, 5), one per token, got ()"),
+    "rates_keys": (tensors(), {"dropout_p": torch.zeros(2, 7)}, ValueError, "dropout_p must be (2, 5), one per token, got (2, 7)"),
+    "rates_packed": (packed(), {"cu_seqlens_q": cu_seqlens([5]), "dropout_p": torch.zeros(4)}, ValueError, "dropout_p must be (5,), one per token, got (4,)"),
+    "rates_int": (tensors(), {"dropout_p": torch.zeros(2, 5, dtype=INT)}, TypeError, "dropout_p must hold floating-point rates, got torch.int32"),
+    "rates_grad": (tensors(), {"dropout_p": torch.zeros(2, 5, requires_grad=True)}, ValueError, "dropout_p has no gradient: pass dropout_p.detach()"),
+    "rates_device": (tensors(), {"dropout_p": torch.zeros(2, 5, device="meta")}, ValueError, "dropout_p is on meta, q, k and v are on cpu"),
+    "rates_above": (tensors(), {"dropout_p": rates(1.5)}, ValueError, "dropout_p must lie between 0 and 1; that of token (1, 3) does not"),
+    "rates_below": (tensors(), {"dropout_p": rates(-1e-9)}, ValueError, "that of token (1, 3) does not"),
+    "rates_nan": (tensors(), {"dropout_p": rates(math.nan)}, ValueError, "that of token (1, 3) does not"),
+    "labels_count": (tensors(), {"mask": labelled(torch.zeros(2, 4), torch.zeros(2, 7))}, ValueError, "labels of queries must be (2, 5), one per token, got (2, 4)"),
+    "labels_keys": (tensors(), {"mask": labelled(torch.zeros(2, 5), torch.zeros(2, 5))}, ValueError, "labels of keys must be (2, 7), one per token, got (2, 5)"),
+    "labels_packed": (packed(), {"cu_seqlens_q": cu_seqlens([5]), "mask": labelled(torch.zeros(4), torch.zeros(5))}, ValueError, "labels of queries must be (5,), one per token, got (4,)"),
+    "labels_device": (tensors(), {"mask": labelled(torch.zeros(2, 5), torch.zeros(2, 7, device="meta"))}, ValueError, "labels of keys is on meta, q, k and v are on cpu"),
+    "labels_float": (tensors(), {"mask": Mask(fn=same_document, labels=(torch.zeros(2, 5), torch.zeros(2, 7)))}, TypeError, "labels of queries must hold integers, got torch.float32"),
     "cu_list": (packed(), {"cu_seqlens_q": [0, 5]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
     "lengths_list": (tensors(), {"lengths_q": [5, 5]}, TypeError, "lengths_q must be a tensor, got list"),
     "scale_tensor": (tensors(), {"softmax_scale": torch.tensor(0.5)}, TypeError, "softmax_scale must be a number, got Tensor"),
@@ -92,12 +138,6 @@ def test_a_wrong_argument_is_named_with_both_values(inputs, kwargs, kind, messag
     with pytest.raises(kind, match=re.escape(message)) as error:
         flash_attention(*inputs, **kwargs)
     assert type(error.value) is kind
-
-
-@pytest.mark.parametrize("keyword", ["softcap", "alibi_slopes", "learnable_sink", "return_stats"])
-def test_what_comes_later_is_no_argument_yet(keyword):
-    with pytest.raises(TypeError, match=keyword):
-        flash_attention(*tensors(), **{keyword: 1})
 
 
 def test_shapes_and_dtypes_of_results():
@@ -119,7 +159,8 @@ def test_defaults():
     options = {
         "mask": Mask(), "softmax_scale": 8**-0.5, "lengths_q": torch.tensor([5, 5]),
         "lengths_k": torch.tensor([7, 7]), "sequence_ids": torch.tensor([0, 1]), "backend": "tiled",
-        "attn_mask": torch.ones(1, 1, 1, 7).bool(), "dropout_seed": 3,
+        "attn_mask": torch.ones(1, 1, 1, 7).bool(), "dropout_seed": 3, "softcap": 0.0,
+        "alibi_slopes": torch.zeros(4), "dropout_p": torch.zeros(2, 5),
     }  # fmt: skip
     for name, value in options.items():
         assert torch.equal(full, flash_attention(q, k, v, **{name: value})), name

@@ -161,7 +161,7 @@ class SequenceTiles:
             positions = self._query_idx(m), self._key_idx(n)
             scores = scores - on_tensors.alibi(*positions, self.slopes, self.span.limits)
         if self.mask is not None and self.mask.dtype != torch.bool:
-            scores = scores + self.mask_tile(self.mask, m, n)
+            scores = scores + self.mask_tile(self.mask, m, n).to(self.dtype)
         return TileScores(scores, k, v, cap_slope)
 
     def mask_tile(self, mask: Tensor, m: QueryTile, n: KeyTile) -> Tensor:
