@@ -148,7 +148,8 @@ def recurrence(
     Args:
         reach: (S, S_kv), the pairs inside the key intervals: a tile with none of them is skipped.
         tiles: queries and keys per tile.
-        any_hidden: a mask function or a pairwise mask may hide any pair, so no tile counts as full.
+        any_hidden: a mask function or an attention mask may hide any pair: no tile counts as full,
+            and neither does one that reaches past the last key.
     """
     heads, q_len, kv_len = table.shape
     block_m, block_n = tiles
@@ -156,7 +157,8 @@ def recurrence(
     rescales, updates, kinds = (np.zeros(shape, dtype=np.int32) for _ in range(3))
     for m, n in np.ndindex(*shape[1:]):
         pairs = reach[m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
-        kinds[:, m, n] = 0 if not pairs.any() else 1 if any_hidden or not pairs.all() else 2
+        whole = pairs.all() and pairs.shape[1] == block_n and not any_hidden
+        kinds[:, m, n] = 0 if not pairs.any() else 2 if whole else 1
     max_logit = np.full((heads, q_len), -np.inf)
     entropy = np.zeros((heads, q_len))
     for h, i in np.ndindex(heads, q_len):

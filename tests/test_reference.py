@@ -8,7 +8,6 @@ from cases import (
     LAYOUTS,
     SEED,
     Case,
-    Inputs,
     build,
     covering_cases,
     cu_seqlens,
@@ -16,59 +15,11 @@ from cases import (
     rate_of,
     reference_attention,
     run,
-    sizes,
 )
-from oracle import Scores, attend, random_bits, sees
+from oracle import attend, random_bits, sees
+from spelling import rows_of, scores_of, visible_pairs
 
 from flashmod import Mask, TileConfig, flash_attention
-
-
-def attn_mask_of(case: Case, inputs: Inputs, n: int) -> np.ndarray | None:
-    """(H, S, S_kv) of sequence ``n``, every axis written out."""
-    layout, mask = LAYOUTS[case.layout], inputs.kwargs.get("attn_mask")
-    if mask is None:
-        return None
-    return mask.expand(sizes(case))[n, :, : layout.q[n], : layout.kv[n]].numpy()
-
-
-def visible_pairs(case: Case, inputs: Inputs, n: int) -> np.ndarray:
-    """(H, S, S_kv) of sequence ``n``, by the written definition."""
-    layout, spec = LAYOUTS[case.layout], case.mask_spec
-    lengths = layout.q[n], layout.kv[n]
-    mask = attn_mask_of(case, inputs, n)
-    seen = np.zeros((sizes(case).h, *lengths), dtype=bool)
-    for h, i, j in np.ndindex(*seen.shape):
-        seen[h, i, j] = sees(i, j, lengths, **spec.of(n))
-        if spec.fn is not None:
-            labels = (spec.label(n, i), spec.label(n, j)) if spec.label else ()
-            seen[h, i, j] &= bool(spec.fn(n, h, i, j, *labels, *spec.fn_args))
-        if mask is not None:
-            seen[h, i, j] &= bool(mask[h, i, j] != (0 if mask.dtype == bool else -np.inf))
-    return seen
-
-
-def scores_of(case: Case, inputs: Inputs, n: int) -> Scores:
-    kwargs, layout = inputs.kwargs, LAYOUTS[case.layout]
-    slopes, sink = kwargs.get("alibi_slopes"), kwargs.get("learnable_sink")
-    if slopes is not None:
-        slopes = slopes[n if slopes.dim() == 2 else slice(None)].numpy()
-    bias = attn_mask_of(case, inputs, n)
-    bottom_right = case.mask_spec.align == "bottom_right"
-    return Scores(
-        scale=inputs.q.shape[-1] ** -0.5,
-        softcap=kwargs.get("softcap", 0.0),
-        slopes=slopes,
-        shift=layout.kv[n] - layout.q[n] if bottom_right else 0,
-        bias=None if bias is None or bias.dtype == bool else bias,
-        sink=None if sink is None else sink.numpy(),
-    )
-
-
-def rows_of(case: Case, lengths: tuple[int, ...], n: int) -> tuple:
-    """Index of the rows of sequence ``n`` in a tensor of the case's layout."""
-    if LAYOUTS[case.layout].kind == "packed":
-        return (slice(sum(lengths[:n]), sum(lengths[: n + 1])),)
-    return n, slice(lengths[n])
 
 
 @pytest.mark.parametrize("case", covering_cases(), ids=lambda case: case.id)
