@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .spec import AttentionCall
+
 _COUNTER = "torch.utils.flop_counter"
 
 
@@ -37,20 +39,21 @@ def _register() -> None:
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, **kwargs: Any) -> int:
-    pairs = _pairs(q, k, call[1], call[3])
+    pairs = _pairs(q, k, AttentionCall(*call))
     return 2 * pairs * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def _backward_flops(*args: Any, **kwargs: Any) -> int:
-    _, _, q, k, v, _, _, *call = args
-    pairs = _pairs(q, k, call[1], call[3])
+    _, _, q, k, v, _, _, _, *call = args
+    pairs = _pairs(q, k, AttentionCall(*call))
     return 2 * pairs * q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-def _pairs(q: Tensor, k: Tensor, q_lengths: Tensor, kv_lengths: Tensor) -> int:
+def _pairs(q: Tensor, k: Tensor, call: AttentionCall) -> int:
     """Query-key pairs of one head, masks not counted (as torch's own formulas do)."""
-    if isinstance(q_lengths, Tensor) and not isinstance(q_lengths, torch._subclasses.FakeTensor):
-        return int((q_lengths.long() * kv_lengths.long()).sum())
+    lengths = call.q_lengths
+    if isinstance(lengths, Tensor) and not isinstance(lengths, torch._subclasses.FakeTensor):
+        return int((lengths.long() * call.kv_lengths.long()).sum())
     return int(q.shape[0] * q.shape[1] * k.shape[1])
 
 

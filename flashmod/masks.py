@@ -118,22 +118,18 @@ class Mask:
 
     def limits(self, num_sequences: int, device: torch.device) -> Tensor:
         """(N, 5) int32: window_left, window_right, prefix_len, first_key, end_key per sequence."""
-        table = torch.empty(num_sequences, 5, dtype=torch.int32, device=device)
         left, right = (
             _column(f"window {name}", side, num_sequences, device, missing=UNBOUNDED)
             for name, side in zip(("left", "right"), self.window, strict=True)
         )
-        table[:, 0] = left
-        causal = self.causal
-        if isinstance(causal, int):
-            table[:, 1] = 0 if causal else right
+        if isinstance(self.causal, int):
+            right = 0 if self.causal else right
         else:
-            causal = _column("causal", causal, num_sequences, device)
-            table[:, 1] = torch.where(causal != 0, torch.zeros_like(causal), right)
-        table[:, 2] = _column("prefix_len", self.prefix_len, num_sequences, device)
-        table[:, 3] = 0
-        table[:, 4] = UNBOUNDED
-        return table
+            causal = _column("causal", self.causal, num_sequences, device)
+            right = torch.where(causal != 0, torch.zeros_like(causal), right)
+        prefix = _column("prefix_len", self.prefix_len, num_sequences, device)
+        columns = (left, right, prefix, 0, UNBOUNDED)
+        return torch.stack([_filled(x, num_sequences, device) for x in columns], 1)
 
 
 def _column(
@@ -164,6 +160,13 @@ def _column(
             f"sequences: give one value, or {num_sequences}"
         )
     return value.long().clamp(-UNBOUNDED, UNBOUNDED).to(device=device, dtype=torch.int32)
+
+
+def _filled(x: int | Tensor, num_sequences: int, device: torch.device) -> Tensor:
+    """(N,) int32."""
+    if isinstance(x, Tensor):
+        return x
+    return torch.full((num_sequences,), x, dtype=torch.int32, device=device)
 
 
 def _check_numbers(fn_args: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .sequences import check_tensor
-from .spec import DROPOUT_STEPS, END_KEY, FIRST_KEY
+from .spec import DROPOUT_STEPS, FIRST_KEY
 
 
 def pair_mask(
@@ -36,7 +36,7 @@ def pair_mask(
         goal = "(N, H, longest, longest)" if packed else "(B, H, S, S_kv)"
         numbers = ", ".join("any" if one is None else str(one) for one in wanted)
         raise ValueError(f"attn_mask must broadcast to {goal}, here ({numbers}), got {shape}")
-    if not mask.requires_grad:  # an expanded axis holds one entry: its gradient would not
+    if not _requires_grad(mask):  # an expanded axis holds one entry: its gradient would not
         for axis in range(4):
             if mask.stride(axis) == 0 and mask.shape[axis] > 1:
                 mask = mask.narrow(axis, 0, 1)
@@ -44,12 +44,12 @@ def pair_mask(
 
 
 def narrow(limits: Tensor, mask: Tensor | None) -> Tensor:
-    """Narrow key intervals to the first and last key that a key-wise mask shows.
+    """Key intervals cut to the first and last key that a key-wise mask shows.
 
     Padding is then not visited, and no value has to reach the host.
 
     Args:
-        limits: (N, 5), changed in place.
+        limits: (N, 5).
         mask: (N|1, H|1, Q|1, K|1).
     """
     if mask is None or mask.shape[1:3] != (1, 1) or mask.shape[3] < 2:
@@ -57,9 +57,10 @@ def narrow(limits: Tensor, mask: Tensor | None) -> Tensor:
     keys = mask.detach()[:, 0, 0]
     seen = keys if keys.dtype == torch.bool else keys != float("-inf")
     key = torch.arange(seen.shape[1], dtype=torch.int32, device=seen.device)
-    limits[:, FIRST_KEY] = torch.where(seen, key, seen.shape[1]).amin(1)
-    limits[:, END_KEY] = torch.where(seen, key + 1, 0).amax(1)
-    return limits
+    first = torch.where(seen, key, seen.shape[1]).amin(1)
+    end = torch.where(seen, key + 1, 0).amax(1)
+    ends = torch.stack([first, end], 1).expand(limits.shape[0], 2)
+    return torch.cat([limits[:, :FIRST_KEY], ends.to(limits.dtype)], 1)
 
 
 def per_head(name: str, x: Tensor | None, q: Tensor, count: int) -> Tensor | None:
@@ -82,7 +83,7 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, count: int) -> Tensor | None:
     rows = per_head("alibi_slopes", alibi_slopes, q, count)
     if rows is None:
         return None
-    if rows.requires_grad:
+    if _requires_grad(rows):
         raise ValueError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
     return rows.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -120,7 +121,7 @@ def thresholds(dropout_p: float | Tensor, q: Tensor) -> tuple[Tensor | None, int
     _check_device("dropout_p", dropout_p, q)
     if not dropout_p.is_floating_point():
         raise TypeError(f"dropout_p must hold floating-point rates, got {dropout_p.dtype}")
-    if dropout_p.requires_grad:
+    if _requires_grad(dropout_p):
         raise ValueError("dropout_p has no gradient: pass dropout_p.detach()")
     p = _per_row("dropout_p", dropout_p, q).double()
     steps = (p * DROPOUT_STEPS).round().clamp(max=DROPOUT_STEPS - 1)
@@ -148,6 +149,14 @@ def _per_row(name: str, x: Tensor, tokens: Tensor) -> Tensor:
         wanted = f"({shape[1]},)" if shape[0] == 1 else f"({shape[0]}, {shape[1]})"
         raise ValueError(f"{name} must be {wanted}, one per token, got {tuple(x.shape)}")
     return x.expand(shape)
+
+
+def _requires_grad(x: Tensor) -> bool:
+    """Also inside ``torch.func.vmap``, where a tensor does not tell."""
+    if not torch.compiler.is_compiling():
+        while torch._C._functorch.is_batchedtensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def _check_device(name: str, x: Tensor, like: Tensor) -> None:

@@ -8,6 +8,8 @@ returning a silent zero.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from .contents import check_contents
 from .dispatch import choose_backend
 from .flops import register_flops
+from .folding import map_backward, map_forward
 from .spec import AttentionCall, Forward
 
 _CALL_SCHEMA = (
@@ -90,7 +93,7 @@ def attention_backward(
     with _own_precision(q.device):
         grads = backend.backward(grad_out, grad_lse, q, k, v, out, saved, request, mask_grad)
     if grads.sink is not None and request.sink is not None:
-        sink = grads.sink if request.sink.shape[0] > 1 else grads.sink.sum(0, keepdim=True)
+        sink = grads.sink if request.sink.shape[0] != 1 else grads.sink.sum(0, keepdim=True)
         grads = grads._replace(sink=sink.to(request.sink.dtype))
     return tuple(q.new_empty(0) if x is None else x for x in grads)
 
@@ -120,6 +123,10 @@ def _(
 )
 def draw_seed(device: torch.device) -> Tensor:
     """A fresh 0-d int64 dropout seed, repeatable under ``torch.manual_seed``."""
+    return _draw(device)
+
+
+def _draw(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
@@ -128,8 +135,25 @@ def _(device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
 
 
+# Without it vmap would not see that a random number is drawn: this one obeys its `randomness`.
+torch.library.impl("flashmod::seed", "FuncTorchVmapMode")(_draw)
+
+
+def _spelled_out(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``*call`` its fields in the signature.
+
+    Where nothing requires grad, torch.compile tells by the number of parameters whether the first
+    one is a context.
+    """
+    own = list(inspect.signature(forward).parameters.values())[:-1]
+    fields = [inspect.Parameter(x, own[0].kind) for x in AttentionCall._fields]
+    forward.__signature__ = inspect.Signature([*own, *fields])  # type: ignore[attr-defined]
+    return forward
+
+
 class _AttentionBackward(torch.autograd.Function):
     @staticmethod
+    @_spelled_out
     def forward(
         grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         saved: Tensor, mask_grad: bool, *call: Any,
@@ -149,25 +173,16 @@ class _AttentionBackward(torch.autograd.Function):
             "twice; use flashmod.reference.dense_attention where second derivatives are needed"
         )
 
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return map_backward(_AttentionBackward.apply, info.batch_size, in_dims, inputs)
+
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, q_lengths: Tensor, kv_starts: Tensor,
-        kv_lengths: Tensor, sequence_ids: Tensor, limits: Tensor, attn_mask: Tensor | None,
-        sink: Tensor | None, alibi_slopes: Tensor | None, q_labels: Tensor | None,
-        kv_labels: Tensor | None, dropout_seed: Tensor | None, dropout_thresholds: Tensor | None,
-        dropout_threshold: int, align: int, mask_fn: str, mask_args: tuple[float, ...],
-        scale: float, softcap: float, backend: str, tiles: tuple[int, ...], collect_stats: bool,
-    ) -> Any:  # fmt: skip
-        # Not `*call`: where nothing requires grad, torch.compile tells by the number of parameters
-        # whether the first one is a context.
-        return torch.ops.flashmod.attention_forward(
-            q, k, v, q_starts, q_lengths, kv_starts, kv_lengths, sequence_ids, limits, attn_mask,
-            sink, alibi_slopes, q_labels, kv_labels, dropout_seed, dropout_thresholds,
-            dropout_threshold, align, mask_fn, mask_args, scale, softcap, backend, tiles,
-            collect_stats,
-        )  # fmt: skip
+    @_spelled_out
+    def forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Any:
+        return torch.ops.flashmod.attention_forward(q, k, v, *call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -199,6 +214,10 @@ class _Attention(torch.autograd.Function):
         if inputs[_SINK] is not None:
             grads[_SINK] = dsink
         return tuple(grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return map_forward(_Attention.apply, info.batch_size, in_dims, inputs)
 
 
 # Where they stand among the inputs of _Attention.

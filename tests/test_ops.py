@@ -27,6 +27,10 @@ UTILS = (
 )
 
 
+def same_label(batch, head, q_idx, kv_idx, q_label, kv_label):
+    return q_label == kv_label
+
+
 def call_arguments(layout="contiguous", **kwargs):
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 6)
     if layout == "transposed":
@@ -40,6 +44,19 @@ CALLS = {
     "transposed": {"layout": "transposed", "mask": Mask(causal=True)},
     "dropout": {"dropout_p": 0.5, "dropout_seed": SEED, "softmax_scale": 0.3},
     "padding": {"attn_mask": torch.ones(2, 1, 1, 7).bool(), "lengths_q": torch.tensor([5, 2])},
+    "scores": {
+        "attn_mask": torch.linspace(-1, 1, 28).view(1, 4, 1, 7),
+        "softcap": 3.0,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]),
+        "learnable_sink": torch.tensor([0.5, -1.0, 0.0, 2.0]),
+    },
+    "per_token": {
+        "mask": Mask(
+            fn=same_label, labels=(torch.arange(10).view(2, 5), torch.arange(14).view(2, 7))
+        ),
+        "dropout_p": torch.linspace(0, 1, 10).view(2, 5),
+        "dropout_seed": SEED,
+    },
 }
 
 
@@ -47,12 +64,13 @@ CALLS = {
 def test_opcheck_of_forward_and_backward(kwargs):
     (q, k, v), call = call_arguments(**kwargs)
     torch.library.opcheck(OPS.attention_forward.default, (q, k, v, *call), test_utils=UTILS)
-    out, lse, stats = OPS.attention_forward(q, k, v, *call)
+    out, lse, saved, *_ = OPS.attention_forward(q, k, v, *call)
+    mask_grad = "attn_mask" in kwargs and kwargs["attn_mask"].is_floating_point()
     for grad_out, grad_lse in (
         (torch.randn_like(out), None),
         (torch.ones(()).expand_as(out), torch.randn_like(lse)),
     ):
-        arguments = (grad_out, grad_lse, q, k, v, out, stats, *call)
+        arguments = (grad_out, grad_lse, q, k, v, out, saved, mask_grad, *call)
         torch.library.opcheck(OPS.attention_backward.default, arguments, test_utils=UTILS)
 
 
@@ -67,14 +85,23 @@ def test_opcheck_of_the_seed():
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_fakes_promise_what_the_backends_give(backend, dtype):
-    ready = prepare(*(torch.randn(1, n, 2, 8, dtype=dtype) for n in (3, 5, 5)), backend=backend)
+@pytest.mark.parametrize("mask_grad", [False, True])
+def test_fakes_promise_what_the_backends_give(backend, dtype, mask_grad):
+    q, k, v = (torch.randn(2, n, 2, 8, dtype=dtype) for n in (3, 5, 5))
+    bias, sink = torch.randn(1, 2, 1, 5), torch.randn(2, dtype=torch.float64)
+    options = {"attn_mask": bias, "learnable_sink": sink} if mask_grad else {}
+    ready = prepare(q, k, v, backend=backend, **options)
     real = OPS.attention_forward(*ready[:3], *ready.call)
+    grads = OPS.attention_backward(
+        real[0], real[1], *ready[:3], real[0], real[2], mask_grad, *ready.call
+    )
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = OPS.attention_forward(*(mode.from_tensor(x) for x in ready[:3]), *ready.call)
-    grads = OPS.attention_backward(real[0], real[1], *ready[:3], real[0], real[2], *ready.call)
-    pairs = [*zip(real, fake, strict=True), *zip(grads, ready[:3], strict=True)]
-    for a, b in pairs:
+        q, k, v = (mode.from_tensor(x) for x in ready[:3])
+        fake = OPS.attention_forward(q, k, v, *ready.call)
+        fake_grads = OPS.attention_backward(
+            fake[0], fake[1], q, k, v, fake[0], fake[2], mask_grad, *ready.call
+        )
+    for a, b in [*zip(real, fake, strict=True), *zip(grads, fake_grads, strict=True)]:
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
@@ -108,16 +135,29 @@ def test_double_backward_raises(which):
         torch.func.grad(lambda *x: gradient(*x).sum(), argnums=which)(*(x.detach() for x in inputs))
 
 
-def test_vmap_is_refused():
-    q, k, v = (torch.randn(3, 1, 5, 2, 4) for _ in range(3))
-    with pytest.raises(RuntimeError, match="vmap"):
-        torch.func.vmap(flash_attention)(q, k, v)
-
-
 def test_forward_mode_raises_rather_than_giving_zero():
     q, k, v = qkv()
     with pytest.raises((NotImplementedError, RuntimeError)):
         torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiles_with_every_gradient_in_one_graph(grad):
+    bias, sink = torch.randn(2, 5, 1, requires_grad=grad), torch.randn(2, requires_grad=grad)
+    inputs = (*qkv(requires_grad=grad), bias, sink)
+
+    def call(q, k, v, bias, sink):
+        return flash_attention(
+            q, k, v, attn_mask=bias, learnable_sink=sink, dropout_p=0.3, dropout_seed=1
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    got, wanted = compiled(*inputs), call(*inputs)
+    assert torch.equal(got, wanted)
+    if grad:
+        got, wanted = (torch.autograd.grad(x.sin().sum(), inputs) for x in (got, wanted))
+        assert all(map(torch.equal, got, wanted))
 
 
 def test_flop_counts():
