@@ -15,6 +15,7 @@ from cases import (
     rate_of,
     reference_attention,
     run,
+    same_document,
 )
 from oracle import attend, random_bits, sees
 from spelling import rows_of, scores_of, visible_pairs
@@ -91,26 +92,46 @@ def test_definition_in_float32_accumulates_in_float32():
     torch.testing.assert_close(out, exact.bfloat16(), rtol=0, atol=0)
 
 
+LABELS = torch.tensor([1, 2, 2, 1, 2, 3])  # the first query of sequence 1 sees some keys only
+BIAS = (
+    torch.linspace(-2, 2, 24, dtype=torch.float64).cos().reshape(2, 1, 3, 4)
+)  # of two sequences, for both heads
+BIAS[0, 0, 0, 1] = -torch.inf
+BIAS[1, 0, 2] = -torch.inf  # a row that sees nothing but the sink
 GRADCHECKS = {
     "causal_gqa_dropout": {"mask": Mask(causal=True), "dropout_p": 0.3, "dropout_seed": 5},
     "window_prefix_scale": {"mask": Mask(window=(2, 1), prefix_len=2), "softmax_scale": -0.7},
+    "everything": {
+        "mask": Mask(fn=same_document, labels=(LABELS[:5], LABELS)),
+        "attn_mask": BIAS.requires_grad_(),
+        "softcap": 1.3,
+        "alibi_slopes": torch.tensor([0.2, 0.7]),
+        "learnable_sink": torch.tensor([-0.4, 1.1], dtype=torch.float64, requires_grad=True),
+        "dropout_p": torch.tensor([0.0, 0.5, 0.3, 1.0, 0.1]),
+        "dropout_seed": 5,
+    },
 }
 
 
 @pytest.mark.parametrize("function", ["reference", "tiled"])
 @pytest.mark.parametrize("kwargs", GRADCHECKS.values(), ids=GRADCHECKS)
 def test_gradcheck(function, kwargs):
-    """out and lse by finite differences, two sequences, every row of which sees some key."""
+    """out and lse by finite differences, two sequences."""
     sequences = {"cu_seqlens_q": cu_seqlens((2, 3)), "cu_seqlens_k": cu_seqlens((2, 4))}
     check_gradients(
         function, [(5, 2, 3), (6, 1, 3), (6, 1, 2)], TileConfig(2, 3), **sequences, **kwargs
     )
 
 
-def test_gradcheck_of_kernels():
-    """One sequence, along random directions: the interpreter is slow."""
-    kwargs = GRADCHECKS["causal_gqa_dropout"] | {"cu_seqlens_q": cu_seqlens((3,))}
-    shapes = [(3, 2, 2), (3, 1, 2), (3, 1, 2)]
+@pytest.mark.parametrize("name", ["causal_gqa_dropout", "everything"])
+def test_gradcheck_of_kernels(name):
+    """Along random directions, and one sequence where that is enough: the interpreter is slow."""
+    kwargs, shapes = GRADCHECKS[name], [(3, 2, 2), (3, 1, 2), (3, 1, 2)]
+    if name == "everything":
+        shapes = [(5, 2, 2), (6, 1, 2), (6, 1, 2)]
+        kwargs = kwargs | {"cu_seqlens_q": cu_seqlens((2, 3)), "cu_seqlens_k": cu_seqlens((2, 4))}
+    else:
+        kwargs = kwargs | {"cu_seqlens_q": cu_seqlens((3,))}
     check_gradients("triton", shapes, TileConfig(16, 16), fast_mode=True, **kwargs)
 
 
@@ -118,11 +139,19 @@ def check_gradients(function, shapes, tiles, fast_mode=False, **kwargs):
     options = {} if function == "reference" else {"backend": function, "tiles": tiles}
     attention = reference_attention if function == "reference" else flash_attention
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: attention(q, k, v, return_lse=True, **kwargs, **options),
-        inputs,
-        fast_mode=fast_mode,
-    )
+    scored = [name for name, x in kwargs.items() if getattr(x, "requires_grad", False)]
+
+    def attend(q, k, v, *terms):
+        named = dict(zip(scored, terms, strict=True))
+        if "attn_mask" in named:  # a finite difference of -inf is none
+            named["attn_mask"] = named["attn_mask"].where(
+                kwargs["attn_mask"].isfinite(), -torch.inf
+            )
+        out, lse = attention(q, k, v, return_lse=True, **kwargs | named, **options)
+        return out, lse.masked_fill(lse.isinf(), 0.0)
+
+    leaves = [kwargs[name].detach().nan_to_num(neginf=0.0).requires_grad_() for name in scored]
+    assert torch.autograd.gradcheck(attend, [*inputs, *leaves], fast_mode=fast_mode)
 
 
 def test_cases_run_through_their_own_harness():
