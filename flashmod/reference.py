@@ -101,14 +101,17 @@ def row_weights(
 
 def logits(scores: Tensor, call: AttentionCall, span: Span | _BatchRows, q_idx: Tensor) -> Tensor:
     """Scaled products (H, R, S_kv) with soft cap, ALiBi and bias, in this order."""
-    heads, _, kv_len = scores.shape[-3:]
-    terms = _terms(call, span, q_idx)
     if call.softcap:
         scores = on_tensors.soft_cap(scores, call.softcap)
+    return add_terms(scores, _terms(call, span, q_idx), span.limits, q_idx)
+
+
+def add_terms(scores: Tensor, terms: SequenceTerms, limits: Limits, q_idx: Tensor) -> Tensor:
+    """Capped scores (..., H, R, S_kv) with ALiBi and bias, in their dtype."""
     if terms.slopes is not None:
-        _, kv_idx = _coordinates(heads, kv_len, q_idx)
+        _, kv_idx = _coordinates(1, scores.shape[-1], q_idx)
         slopes = terms.slopes.to(scores.dtype)
-        scores = scores - on_tensors.alibi(q_idx[:, None], kv_idx, slopes, span.limits)
+        scores = scores - on_tensors.alibi(q_idx.int()[:, None], kv_idx, slopes, limits)
     if terms.attn_mask is not None and terms.attn_mask.dtype != torch.bool:
         scores = scores + terms.attn_mask.to(scores.dtype)
     return scores
@@ -195,13 +198,17 @@ def call_weights(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
 
     Lengths are not read on the host, so it compiles.
     """
+    rows = _BatchRows(batch_limits(call))
+    q_idx = torch.arange(q.shape[1], device=q.device)
+    return row_weights(q, k, call, rows, q_idx)[0].to(q.dtype)
+
+
+def batch_limits(call: AttentionCall) -> Limits:
+    """The limits of every sequence at once, (N, 1, 1, 1)."""
     every = (slice(None), None, None, None)
-    limits = sequence_limits(
+    return sequence_limits(
         call.q_lengths[every],
         call.kv_lengths[every],
         call.align,
         [column[every] for column in call.limits.unbind(1)],
     )
-    rows = _BatchRows(limits)
-    q_idx = torch.arange(q.shape[1], device=q.device)
-    return row_weights(q, k, call, rows, q_idx)[0].to(q.dtype)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import Case, build, covering_cases, expected, reference_attention, run
 
 from flashmod import Mask, baselines
 from flashmod.masks import mask_fn
@@ -147,6 +148,98 @@ def test_gradients_match_one_row_at_a_time(fn, layout, mask):
         torch.testing.assert_close(mine, right)
 
 
+@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: case.id)
+def test_dense_equals_the_definition_on_the_table(case):
+    """Every layout, mask, score term and dropout rate, gradients of bias and sink included."""
+    same(run(build(case).promoted(), baselines.dense), expected(case))
+
+
+def same(results, truth, names=None):
+    for name in names or truth._fields:
+        mine, right = getattr(results, name), getattr(truth, name)
+        assert (mine is None) == (right is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
+
+
+def within_torchs_sdpa(case):
+    scores = case.score_spec
+    return case.dropout_p == 0 and not scores.softcap and not scores.sink
+
+
+def sdpa_without_lse(q, k, v, *, return_lse, **kwargs):
+    """With a stand-in of no gradient, so that ``cases.run`` can be used."""
+    del return_lse, kwargs["dropout_seed"]
+    lse = q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return baselines.sdpa(q, k, v, **kwargs), lse + 0 * q.sum().nan_to_num()
+
+
+def sdpa_cases():
+    """Every layout with every score that SDPA has; masks and groups rotate."""
+    cases = [case for case in covering_cases() if within_torchs_sdpa(case)]
+    rows = [(layout, scores) for layout in ("dense", "cross", "padded", "holes", "slack")
+            for scores in ("alibi", "alibi_sequences", "bias", "bias_of_keys", "bias_of_rows",
+                           "bias_for_batch", "bias_hides", "bool")]  # fmt: skip
+    masks, groups = ("full", "causal", "mixed", "documents"), ("mha", "gqa")
+    for i, (layout, scores) in enumerate(rows):
+        cases.append(Case(layout, masks[i % 4 - i // 8 % 4], 0.0, groups[i % 2], scores))
+    return list(dict.fromkeys(cases))
+
+
+@pytest.mark.parametrize("case", sdpa_cases(), ids=lambda case: case.id)
+def test_sdpa_equals_the_definition_where_it_can(case):
+    inputs = build(case).promoted()
+    inputs = inputs._replace(grad_lse=torch.zeros_like(inputs.grad_lse))
+    truth = run(inputs, reference_attention)
+    names = [name for name in truth._fields if name != "lse"]
+    same(run(inputs, sdpa_without_lse), truth, names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dense_is_dense_torch_in_the_dtype_of_q(dtype):
+    """Bit for bit what a user would write, so that a half type's own error is what it measures."""
+    q, k, v = torch.randn(3, 2, 9, 2, 8).to(dtype)
+    bias, sink = torch.randn(2, 2, 9, 9), torch.randn(2)
+    options = {"softcap": 2.0, "attn_mask": bias, "learnable_sink": sink}
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = baselines.dense(*leaves, **options)
+    grad = torch.randn_like(q)
+    grads = torch.autograd.grad(out, leaves, grad)
+
+    theirs = [x.clone().requires_grad_() for x in (q, k, v)]
+    q_h, k_h, v_h = (x.transpose(1, 2) for x in theirs)
+    scores = 2.0 * torch.tanh((q_h * 8**-0.5) @ k_h.mT / 2.0) + bias.to(dtype)
+    column = sink.to(dtype)[:, None, None].expand(2, 2, 9, 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    right = (weights @ v_h).transpose(1, 2)
+    assert out.dtype == dtype and torch.equal(out, right)
+    for mine, other in zip(grads, torch.autograd.grad(right, theirs, grad), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize("fn", [baselines.dense, baselines.sdpa])
+def test_a_bias_beyond_a_sequence_never_reaches_a_result(fn):
+    """It goes by positions and covers the longest sequence, and more here."""
+    q, k, v, kwargs, _ = make("packed_cross", 2, 1)
+    bias = torch.randn(BATCH, 1, 9, 13, dtype=torch.float64)
+    grad = torch.randn_like(q)
+
+    def run_with(fill):
+        filled = torch.full_like(bias, fill)
+        for n in range(BATCH):
+            rows, keys = (int(cu[n + 1] - cu[n]) for cu in (CU_Q, CU_K))
+            filled[n, :, :rows, :keys] = bias[n, :, :rows, :keys]
+        filled.requires_grad_()
+        out, *grads = results(
+            lambda *qkv, **options: fn(*qkv, attn_mask=filled, **options), q, k, v, grad, **kwargs
+        )
+        out = fn(q, k, v, attn_mask=filled, **kwargs)
+        return [out.detach(), *grads, torch.autograd.grad(out, filled, grad)[0]]
+
+    for mine, clean in zip(run_with(torch.nan), run_with(0.0), strict=True):
+        assert torch.equal(mine, clean)
+
+
 @pytest.mark.parametrize("fn", [baselines.dense, baselines.sdpa])
 def test_softmax_scale(fn):
     q, k, v, kwargs, parts = make("packed", 2, 2)
@@ -261,6 +354,11 @@ def test_sdpa_uses_is_causal_only_where_it_means_the_same(
         (baselines.sdpa, {"tiles": (16, 16)}, "tiles"),
         (baselines.sdpa, {"dropout_p": 0.5, "dropout_seed": 1}, "dropout_seed"),
         (baselines.sdpa, {"return_lse": True}, "return_lse"),
+        (baselines.sdpa, {"return_stats": True}, "sdpa has no tiles to count"),
+        (baselines.dense, {"return_stats": True}, "dense has no tiles to count"),
+        (baselines.sdpa, {"softcap": 3.0}, "softcap=3.0: torch's SDPA cannot cap scores"),
+        (baselines.sdpa, {"learnable_sink": torch.zeros(2)}, "SDPA has no sink"),
+        (baselines.sdpa, {"dropout_p": torch.zeros(1, 4)}, "one rate per token"),
         (baselines.dense, {"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int32)}, "9"),
     ],
 )
@@ -274,4 +372,5 @@ def test_nothing_is_ignored_in_silence(fn, option, message):
 def test_none_is_accepted_for_what_only_flash_reads():
     q = torch.randn(1, 4, 2, 8)
     assert baselines.dense(q, q, q, backend=None, tiles=None).shape == q.shape
-    assert baselines.sdpa(q, q, q, backend=None, tiles=None, dropout_seed=None).shape == q.shape
+    absent = {"dropout_seed": None, "softcap": 0.0, "learnable_sink": None, "return_stats": False}
+    assert baselines.sdpa(q, q, q, backend=None, tiles=None, **absent).shape == q.shape
