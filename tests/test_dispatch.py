@@ -9,6 +9,7 @@ import torch
 import flashmod
 from flashmod import FlashMultiheadAttention, Mask, UnsupportedAttention, dispatch, flash_attention
 from flashmod.functional import prepare
+from flashmod.spec import Forward
 
 X = [torch.randn(1, 5, 2, 8) for _ in range(3)]
 
@@ -18,8 +19,8 @@ def fake(reasons, ran):
 
     def forward(q, k, v, call):
         ran.append(call)
-        stats = torch.zeros(2, q.shape[0], q.shape[2], q.shape[1])
-        return q.new_zeros(q.shape), stats[0].clone(), stats
+        saved = torch.zeros(2, q.shape[0], q.shape[2], q.shape[1])
+        return Forward(q.new_zeros(q.shape), saved[0].clone(), saved)
 
     return SimpleNamespace(unsupported_reasons=lambda q, k, v, call: list(reasons), forward=forward)
 
@@ -126,6 +127,25 @@ def test_a_missing_triton_is_a_reason(monkeypatch):
     assert flash_attention(*X).shape == X[0].shape
 
 
-def test_tiled_runs_everything():
-    call = prepare(*X, mask=Mask(causal=[True]), dropout_p=0.5).call
-    assert dispatch.load("tiled").unsupported_reasons(*X, call) == []
+EVERYTHING = {
+    "mask": Mask(causal=[True]),
+    "attn_mask": torch.zeros(5, 5),
+    "softcap": 3.0,
+    "alibi_slopes": torch.ones(2),
+    "learnable_sink": torch.zeros(2),
+    "dropout_p": torch.full((1, 5), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", dispatch.NAMES)
+def test_both_backends_run_everything(name):
+    ready = prepare(*X, return_stats=True, backend=name, **EVERYTHING)
+    backend = dispatch.load(name)
+    assert backend.unsupported_reasons(*ready) == []
+    assert min(backend.forward_tiles(ready.q, ready.v, ready.call)) >= 1
+    assert flashmod.explain(*X, backend=name, **EVERYTHING) == f"backend: {name}"
+
+
+def test_explain_takes_every_argument_of_the_call():
+    text = flashmod.explain(*X, return_lse=True, return_stats=True, **EVERYTHING)
+    assert text.splitlines()[0] == "backend: tiled"

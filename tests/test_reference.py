@@ -93,9 +93,7 @@ def test_definition_in_float32_accumulates_in_float32():
 
 
 LABELS = torch.tensor([1, 2, 2, 1, 2, 3])  # the first query of sequence 1 sees some keys only
-BIAS = (
-    torch.linspace(-2, 2, 24, dtype=torch.float64).cos().reshape(2, 1, 3, 4)
-)  # of two sequences, for both heads
+BIAS = torch.linspace(-2, 2, 24, dtype=torch.float64).cos().reshape(2, 1, 3, 4)
 BIAS[0, 0, 0, 1] = -torch.inf
 BIAS[1, 0, 2] = -torch.inf  # a row that sees nothing but the sink
 GRADCHECKS = {

@@ -140,9 +140,13 @@ def _normaliser(softmax: _Softmax, sink: Tensor | None) -> tuple[Tensor, Tensor,
 
 
 def _sink_share(sink: Tensor, row_max: Tensor, log_sum: Tensor) -> Tensor:
-    """The weight (H_kv, G, M) that went to the sink: all of it where no key was seen."""
+    """The weight (H_kv, G, M) that went to the sink: all of it where no key was seen.
+
+    A sink of -inf is none.
+    """
     dead = row_max == float("-inf")
-    return (sink - _pivot(row_max) - log_sum).masked_fill(dead, 0.0).exp()
+    share = (sink - _pivot(row_max) - log_sum).exp()
+    return torch.where(dead, (sink > float("-inf")).to(share.dtype), share)
 
 
 class _GradientRows(NamedTuple):
