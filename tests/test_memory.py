@@ -158,7 +158,38 @@ def layouts():
         "packed": ((512,), (2, 2), {"mask": causal, "cu_seqlens_q": lengths}),
         "packed_grouped": ((512,), (4, 2), {"cu_seqlens_q": lengths}),
         "packed_dropout": ((512,), (2, 2), {"cu_seqlens_q": lengths, **dropout}),
+        **{name: ((2, 256), (2, 2), kwargs) for name, kwargs in scores(2).items()},
+        "all": ((2, 256), (2, 2), {"mask": causal, **every_score(2), **dropout}),
+        "packed_all": ((512,), (4, 2), {"cu_seqlens_q": lengths, **every_score(4), **dropout}),
+        "alibi_of_heads": ((1, 256), (8, 8), scores(8)["alibi"]),
     }
+
+
+def same_label(batch, head, q_idx, kv_idx, q_label, kv_label):
+    return q_label == kv_label
+
+
+def scores(heads):
+    labels = torch.arange(512).view(2, 256) // 100
+    pairs = torch.rand(2, heads, 256, 256)
+    return {
+        "softcap": {"softcap": 5.0},
+        "softcap_dropout": {"softcap": 5.0, "dropout_p": 0.1, "dropout_seed": 3},
+        "alibi": {"alibi_slopes": torch.rand(heads)},
+        "sink": {"learnable_sink": torch.randn(heads, requires_grad=True)},
+        "bias": {"attn_mask": pairs},
+        "learned_bias": {"attn_mask": pairs.clone().requires_grad_()},
+        "learned_shared_bias": {"attn_mask": pairs[:1].clone().requires_grad_()},
+        "bias_hides": {"attn_mask": torch.where(pairs[:, :1] > 0.1, 0.0, -torch.inf)},
+        "bool": {"attn_mask": pairs > 0.1},
+        "labels": {"mask": Mask(fn=same_label, labels=(labels, labels))},
+        "rates": {"dropout_p": torch.rand(2, 256) * 0.5, "dropout_seed": 3},
+    }
+
+
+def every_score(heads):
+    names = ("softcap", "alibi", "sink", "learned_shared_bias")
+    return {name: x for row in names for name, x in scores(heads)[row].items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,14 +218,25 @@ def test_dense_peak_is_predicted_where_it_does_not_fit(monkeypatch, limit):
     assert predicted.mib == pytest.approx(measured.mib, rel=0.04)
 
 
+def test_distances_of_alibi_outweigh_few_heads_of_a_half_type():
+    """The one case that the closed form is allowed to miss by 12 %."""
+    q = torch.randn(1, 512, 2, 16).bfloat16()
+    call = captured(q, q, q, alibi_slopes=torch.rand(2))
+    measured = measure.dense_attention_peak(call, time_limit_s=1e9)
+    closed = measure.dense_size(call.prepared()).peak / 2**20
+    assert closed == pytest.approx(measured.mib, rel=0.12)
+
+
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
         self.qkv, self.norm = nn.Linear(32, 96), nn.BatchNorm1d(32)
+        self.options = options
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
-        return self.norm((x + flash_attention(q, k, v).flatten(2)).mT).mT
+        out = flash_attention(q, k, v, **self.options)
+        return self.norm((x + out.flatten(2)).mT).mT
 
 
 @pytest.fixture
@@ -240,15 +282,18 @@ def test_step_peak_restores_after_an_exception(model):
     assert model.training and all(p.grad is None for p in model.parameters())
 
 
-def test_a_dense_step_grows_with_its_attention_and_can_be_predicted(model, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"attn_mask": torch.zeros(2, 1, 1)}])
+def test_a_dense_step_grows_with_its_attention_and_can_be_predicted(options, monkeypatch):
+    model = nn.Sequential(*(Block(**options) for _ in range(3)))
+
     def step_of(rows):
         x = torch.randn(2, rows, 32)
         return lambda: model(x).sum().backward()
 
-    peaks = [measure.dense_step_peak(step_of(n), model, 1e9).mib for n in (256, 512)]
+    peaks = [measure.dense_step_peak(step_of(n), model, 1e9).mib for n in (512, 1024)]
     assert peaks[1] / peaks[0] > 3
     monkeypatch.setattr(dense_memory, "_QUICK_PAIRS", 0)
-    predicted = measure.dense_step_peak(step_of(512), model, time_limit_s=0)
+    predicted = measure.dense_step_peak(step_of(1024), model, time_limit_s=0)
     assert predicted.predicted
     assert predicted.mib == pytest.approx(peaks[1], rel=0.15)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..functional import Prepared, prepare
+from ..masks import Mask
 from ..numerics import Results
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -18,7 +20,8 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Captured:
-    """One attention call, repeatable bit for bit. It holds references, detached: no copies.
+    """One attention call, repeatable bit for bit. It holds references, detached: no copies but of
+    parameters (a bias, a sink), which an optimizer overwrites.
 
     ``q, k, v`` and ``kwargs`` are those of :func:`flashmod.flash_attention`; a call of torch's SDPA
     is translated. ``unknown`` says why no exact reference exists for it (None: one does).
@@ -37,14 +40,21 @@ class Captured:
     versions: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        if self.q.is_inference():  # such tensors count no versions and cannot join a graph
-            with torch.inference_mode(False):
+        with torch.inference_mode(False):
+            if self.q.is_inference():  # such tensors count no versions and cannot join a graph
                 self.q, self.k, self.v = (x.clone() for x in (self.q, self.k, self.v))
-        self.versions = tuple(x._version for x in (self.q, self.k, self.v))
+            self.kwargs = {name: _held_argument(x) for name, x in self.kwargs.items()}
+        self.versions = self._current_versions()
 
     def changed(self) -> bool:
-        """Whether q, k or v was overwritten in place since the call."""
-        return self.versions != tuple(x._version for x in (self.q, self.k, self.v))
+        """Whether an input, a mask or a bias was overwritten in place since the call."""
+        return self.versions != self._current_versions()
+
+    def _current_versions(self) -> tuple[int, ...]:
+        tensors = [self.q, self.k, self.v]
+        for x in self.kwargs.values():
+            tensors += x.labels or () if isinstance(x, Mask) else [x]
+        return tuple(x._version for x in tensors if isinstance(x, Tensor))
 
     def output_grad(self, seed: int = 0) -> Tensor:
         """What backward sent into the output, or seeded normal noise; shaped like the output."""
@@ -66,10 +76,15 @@ class Captured:
     def repeat_with(
         self, run: Callable[..., Any], kwargs: dict[str, Any], leaves: Tensors, grad_out: Tensor
     ) -> Results:
-        """As :meth:`repeat`, with another function of flash attention's arguments."""
+        """As :meth:`repeat`, with another function of flash attention's arguments.
+
+        A bias and a sink that had a gradient get one; it is dropped.
+        """
+        others = [x for x in kwargs.values() if isinstance(x, Tensor) and x.requires_grad]
         with self._context(), torch.enable_grad():
             out = run(*leaves, **kwargs)
-            return Results(out, *torch.autograd.grad(out, leaves, grad_out.to(out.dtype)))
+            grads = torch.autograd.grad(out, (*leaves, *others), grad_out.to(out.dtype))
+            return Results(out, *grads[:3])
 
     def prepared(self) -> Prepared:
         """The call as the backends see it, rounded to the autocast dtype if there was one."""
@@ -86,6 +101,20 @@ class Captured:
             if self.rng_state is not None:
                 set_rng_state(device, self.rng_state)
             yield
+
+
+def _held(x: Tensor) -> Tensor:
+    """``x`` outside any graph; its gradient, if it had one, can be asked for again."""
+    parameter = x.is_leaf and x.requires_grad
+    held = x.detach().clone() if parameter or x.is_inference() else x.detach()
+    return held.requires_grad_(x.requires_grad)
+
+
+def _held_argument(x: Any) -> Any:
+    if isinstance(x, Mask) and x.labels is not None:
+        queries, keys = x.labels
+        return dataclasses.replace(x, labels=(_held(queries), _held(keys)))
+    return _held(x) if isinstance(x, Tensor) else x
 
 
 @contextlib.contextmanager

@@ -41,7 +41,9 @@ def gradient_error(
     if call.unknown is not None:
         raise ValueError(f"no exact reference exists for this attention call: {call.unknown}")
     if call.changed():
-        raise ValueError("q, k or v was overwritten in place after the attention call")
+        raise ValueError(
+            "q, k, v, a mask or a bias was overwritten in place after the attention call"
+        )
     ready, grad_out = call.prepared(), call.output_grad(seed)
     oracle = Oracle(ready, grad_out.view(*ready.q.shape[:3], grad_out.shape[-1]))
     share = oracle.affordable_share(time_limit_s)

@@ -22,7 +22,7 @@ class Oracle:
     """The truth about one prepared call, for all query rows of its sequences or a sample of them.
 
     Args:
-        ready: q (B, S, H, D), k, v and the call; copied to float64 on the CPU.
+        ready: q (B, S, H, D), k, v and the call; copied to the CPU, q, k and v in float64.
         grad_out: (B, S, H, D_v), the gradient of the output.
 
     Attributes:
@@ -30,7 +30,8 @@ class Oracle:
     """
 
     def __init__(self, ready: Prepared, grad_out: Tensor) -> None:
-        call: list[Any] = [x.cpu() if isinstance(x, Tensor) else x for x in ready.call]
+        # Promoted row by row where they are read: a bias may be quadratic.
+        call: list[Any] = [x.detach().cpu() if isinstance(x, Tensor) else x for x in ready.call]
         self.call = AttentionCall(*call)
         self.q, self.k, self.v = (_exact(x) for x in ready[:3])
         self.grad_out = _exact(grad_out)

@@ -43,7 +43,8 @@ class Recorder:
 
     def _on_request(self, request: Request) -> Any:
         kwargs = dict(request.kwargs)
-        dropout = dropout_threshold(kwargs.get("dropout_p", 0.0))
+        rate = kwargs.get("dropout_p", 0.0)
+        dropout = isinstance(rate, Tensor) or dropout_threshold(rate)
         ours = request.kind != "sdpa"
         if not self._wanted():
             return self.through(lambda: request.run(request.q, request.k, request.v, **kwargs))
@@ -52,7 +53,8 @@ class Recorder:
         unknown = None if ours or not dropout else "the dropout of torch's SDPA cannot be repeated"
         state = rng_state(request.q.device) if unknown else None
         result = self.through(lambda: request.run(request.q, request.k, request.v, **kwargs))
-        kwargs.pop("return_lse", None)
+        for name in ("return_lse", "return_stats"):
+            kwargs.pop(name, None)
         captured = Captured(
             request.kind, request.run, *_detached(request.q, request.k, request.v), kwargs, unknown
         )

@@ -27,9 +27,9 @@ def implementation(kind: str) -> Callable[..., Any]:
 def use(kind: Kind) -> Iterator[None]:
     """While active, every attention call runs as flash, dense or torch's SDPA.
 
-    Calls of flashmod's three functions are routed, and those of ``F.scaled_dot_product_attention``
-    without an ``attn_mask``. ``backend`` and ``tiles`` are dropped where they have no meaning.
-    Compiled code is not routed.
+    Calls of flashmod's three functions are routed, and those of
+    ``F.scaled_dot_product_attention``. ``backend`` and ``tiles`` are dropped where they have no
+    meaning. Compiled code is not routed.
     """
     target = implementation(kind)
 
@@ -40,7 +40,7 @@ def use(kind: Kind) -> Iterator[None]:
         return target(request.q, request.k, request.v, **kwargs)
 
     def on_sdpa(call: SdpaCall) -> Any:
-        if kind == "sdpa" or call.attn_mask is not None:
+        if kind == "sdpa":
             return call.original()
         return call.from_rows(target(*call.operands(), **call.kwargs()))
 

@@ -74,8 +74,7 @@ def _sizing(sizes: list[DenseSize]) -> Iterator[None]:
         return request.run(request.q, request.k, request.v, **request.kwargs)
 
     def on_sdpa(call: SdpaCall) -> Any:
-        if call.attn_mask is None:
-            note(*call.operands(), **call.kwargs())
+        note(*call.operands(), **call.kwargs())
         return call.original()
 
     with intercepting(on_request), watching_sdpa(on_sdpa):

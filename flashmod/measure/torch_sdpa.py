@@ -28,12 +28,11 @@ class SdpaCall(NamedTuple):
     enable_gqa: bool
 
     def original(self) -> Tensor:
-        return self._run(self.q, self.k, self.v)
+        return self._run(self.q, self.k, self.v, self.attn_mask)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as (B, S, H, D), views where batch axes need no expanding."""
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (self.q, self.k, self.v)))
-        q, k, v = (x.expand(*batch, *x.shape[-3:]) for x in (self.q, self.k, self.v))
+        q, k, v = (x.expand(*self._batch(), *x.shape[-3:]) for x in (self.q, self.k, self.v))
         return self.to_rows(q), self.to_rows(k), self.to_rows(v)
 
     @staticmethod
@@ -44,30 +43,41 @@ class SdpaCall(NamedTuple):
 
     def from_rows(self, out: Tensor) -> Tensor:
         """Undo :meth:`to_rows` for an output."""
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (self.q, self.k, self.v)))
-        return out.transpose(1, 2).reshape(*batch, *self.q.shape[-3:-1], out.shape[-1])
+        rows = self.q.shape[-3:-1]
+        return out.transpose(1, 2).reshape(*self._batch(), *rows, out.shape[-1])
 
     def kwargs(self) -> dict[str, Any]:
-        """Flash attention's arguments; ``attn_mask`` has no counterpart there."""
-        mask = Mask(causal=True, align="top_left") if self.is_causal else None
-        return {"mask": mask, "softmax_scale": self.scale, "dropout_p": self.dropout_p}
+        """Flash attention's arguments. Where torch takes both masks, a pair must pass both."""
+        return {
+            "mask": Mask(causal=True, align="top_left") if self.is_causal else None,
+            "attn_mask": self._mask_of_rows(),
+            "softmax_scale": self.scale,
+            "dropout_p": self.dropout_p,
+        }
 
-    def repeat(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def _mask_of_rows(self) -> Tensor | None:
+        """``attn_mask`` for operands that went through :meth:`to_rows`."""
+        mask = self.attn_mask
+        if mask is None or self.q.dim() <= 4 or mask.dim() <= 3:
+            return mask
+        return mask.expand(*self._batch(), *mask.shape[-3:]).flatten(0, -4)
+
+    def repeat(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, **_: Any
+    ) -> Tensor:
         """The call again on (B, S, H, D) operands."""
-        if self.attn_mask is not None and self.q.dim() != 4:
-            raise ValueError(f"an attn_mask with q of shape {tuple(self.q.shape)} is not repeated")
-        return self._run(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return self._run(q, k, v, attn_mask).transpose(1, 2)
 
     def unknown(self) -> str | None:
         """Why no reference exists for this call."""
-        if self.attn_mask is not None:
-            return "it has an attn_mask tensor"
-        if self.dropout_p:
-            return "the dropout of torch's SDPA cannot be repeated"
-        return None
+        return "the dropout of torch's SDPA cannot be repeated" if self.dropout_p else None
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask, p, causal = self.attn_mask, self.dropout_p, self.is_causal
+    def _batch(self) -> torch.Size:
+        return torch.broadcast_shapes(*(x.shape[:-3] for x in (self.q, self.k, self.v)))
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        p, causal = self.dropout_p, self.is_causal
         return self.fn(q, k, v, mask, p, causal, scale=self.scale, enable_gqa=self.enable_gqa)
 
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..spec import spans
+from ..baselines import hides
+from ..functional import Prepared
 from .capture import Captured
 from .metrics import (
     ATTENTION_PEAK,
@@ -72,14 +73,14 @@ class Tracker:
         if tokens is None:
             if self.captured is None:
                 raise ValueError("tokens=None reads the attention call, but none was seen so far")
-            if self.captured.unknown is not None and not self._told:
+            ready = self.captured.prepared()
+            if _may_hide_padding(ready) and not self._told:
                 self._told = True
                 logger.warning(
-                    "rows are counted as tokens: the attention call is not understood (%s). Pass "
-                    "step(tokens=...) where the batch is padded",
-                    self.captured.unknown,
+                    "rows are counted as tokens: attn_mask hides pairs, and padding among them is "
+                    "not told apart. Pass step(tokens=...) where the batch is padded"
                 )
-            tokens, padded = count_tokens(self.captured)
+            tokens, padded = _count(ready)
         self.throughput.step(tokens, padded)
         self.recorder.new_pass()
 
@@ -166,10 +167,32 @@ def track(
 
 
 def count_tokens(call: Captured) -> tuple[int, int]:
-    """Real tokens of a call, and of its batch padded to the longest sequence."""
-    ready = call.prepared()
-    lengths = [s.limits.q_len for s in spans(ready.call, ready.q, ready.k)]
-    tokens, mask = sum(lengths), ready.call.key_mask
-    if mask is not None and mask.shape == ready.q.shape[:2]:  # padding of self-attention
-        tokens = int(mask.sum())
+    """Real tokens of a call, and of its batch padded to the longest sequence.
+
+    Where a mask of self-attention goes by keys alone, the keys that no head sees are padding.
+    """
+    return _count(call.prepared())
+
+
+def _count(ready: Prepared) -> tuple[int, int]:
+    call = ready.call
+    lengths = call.q_lengths.tolist()
+    tokens, mask = sum(lengths), call.attn_mask
+    if mask is not None and _is_self_attention(ready) and mask.shape[2] == 1 < mask.shape[3]:
+        shown = mask if mask.dtype == torch.bool else mask != float("-inf")
+        keys = torch.arange(mask.shape[3], device=mask.device)
+        tokens = int((shown.any(1)[:, 0] & (keys < call.kv_lengths[:, None])).sum())
     return tokens, len(lengths) * max(lengths, default=0)
+
+
+def _may_hide_padding(ready: Prepared) -> bool:
+    """Whether rows may be padding although the call's lengths and key-wise masks say nothing."""
+    call = ready.call
+    mask, every = call.attn_mask, bool((call.q_lengths == ready.q.shape[1]).all())
+    if mask is None or not every or not _is_self_attention(ready):
+        return False
+    return mask.shape[0] == call.num_sequences and mask.shape[2] > 1 and hides(mask)
+
+
+def _is_self_attention(ready: Prepared) -> bool:
+    return torch.equal(ready.call.q_lengths, ready.call.kv_lengths)
