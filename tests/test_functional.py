@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from cases import cu_seqlens, reference_attention, same_document
+from cases import by_head, cu_seqlens, reference_attention, same_document
 from torch._subclasses import FakeTensorMode
 
 from flashmod import (
@@ -329,3 +329,48 @@ def test_a_negative_limit_stops_a_device_too(kwargs):
     q, k, _, call = prepare(*tensors(), mask=Mask(**kwargs))
     with pytest.raises(RuntimeError, match="limits"):  # the host knows no values of a device
         check_contents(call, q.to("meta"), k.to("meta"))
+
+
+def test_what_only_values_tell_stops_a_device_too():
+    """As the host would refuse it, but without the values."""
+    x = packed()
+    wide = prepare(*x, cu_seqlens_q=cu_seqlens([2, 3]), attn_mask=torch.zeros(2, 1, 2, 3))
+    calls = {
+        "dropout_p must lie": prepare(*tensors(), dropout_p=rates(1.5)),
+        "attn_mask covers too few queries": wide,
+    }
+    for words, (q, k, _, call) in calls.items():
+        with pytest.raises(RuntimeError, match=words):
+            check_contents(call, q.to("meta"), k.to("meta"))
+
+
+BAD_LABELS = {
+    "without_fn": ({"labels": (torch.zeros(5), torch.zeros(5))}, ValueError, "labels were given without fn, which alone reads them"),
+    "one": ({"fn": same_document, "labels": torch.zeros(5)}, TypeError, "labels must be a pair of integer tensors"),
+    "three": ({"fn": same_document, "labels": (torch.zeros(5),) * 3}, TypeError, "labels must be a pair of integer tensors"),
+    "lists": ({"fn": same_document, "labels": ([1], [1])}, TypeError, "labels must be a pair of integer tensors"),
+    "missing": ({"fn": same_document}, ValueError, "(batch, head, q_idx, kv_idx, *labels, *fn_args), here 4 arguments, got (batch, head, q_idx, kv_idx, q_label, kv_label)"),
+    "unread": ({"fn": by_head, "labels": (torch.zeros(5), torch.zeros(5))}, ValueError, "here 6 arguments, got (batch, head, q_idx, kv_idx)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kwargs", "kind", "message"), BAD_LABELS.values(), ids=BAD_LABELS)
+def test_labels_need_a_function_that_takes_them(kwargs, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        Mask(**kwargs)
+
+
+def test_labels_of_any_integer_type_and_layout():
+    q, k, v = tensors()
+    q_labels, kv_labels = torch.randint(2, (2, 5)), torch.randint(2, (2, 7))
+    results = [
+        flash_attention(q, k, v, mask=Mask(fn=same_document, labels=(a, b)))
+        for a, b in (
+            (q_labels, kv_labels),
+            (q_labels.to(torch.uint8), kv_labels.to(INT)),
+            (q_labels.bool(), kv_labels.bool()),
+            (q_labels.T.contiguous().T, kv_labels.repeat_interleave(2, 1)[:, ::2]),
+        )
+    ]
+    assert all(torch.equal(results[0], other) for other in results)
+    assert not torch.equal(results[0], flash_attention(q, k, v))

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from cases import LAYOUTS, SEED, Case, Inputs, build, by_head, cu_seqlens, run, striped
+from cases import (
+    LAYOUTS,
+    PER_TOKEN,
+    SEED,
+    Case,
+    Inputs,
+    build,
+    by_head,
+    cu_seqlens,
+    run,
+    striped,
+    text_and_images,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +45,7 @@ def results(tensors, backend, *, grad_lse=None, tiles=None, **kwargs):
 
 def assert_equal(a, b):
     for name, x, y in zip(a._fields, a, b, strict=True):
-        assert torch.equal(x, y), f"{name} differs by {(x - y).abs().max()}"
+        assert x is None or torch.equal(x, y), f"{name} differs by {(x - y).abs().max()}"
 
 
 def assert_close(a, b):
@@ -103,6 +115,44 @@ def test_a_sequence_alone_equals_itself_in_the_batch_bitwise(backend, mask):
         assert_equal(type(whole)(*parts), alone)
 
 
+def scored(lengths):
+    """Everything that changes scores, for packed sequences as their own batch."""
+    total, count = sum(lengths), len(lengths)
+    labels = torch.arange(total) // 4 % 3
+    bias = torch.randn(count, 1, max(lengths), max(lengths))
+    return {
+        "mask": Mask(fn=text_and_images, fn_args=(9,), labels=(labels, labels)),
+        "attn_mask": bias.masked_fill(bias < -1, -torch.inf),
+        "softcap": 2.0,
+        "alibi_slopes": torch.rand(count, 2),
+        "learnable_sink": torch.randn(2),
+        "dropout_p": torch.rand(total).round(decimals=1),
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scored_sequence_alone_equals_itself_in_the_batch_bitwise(backend):
+    tensors, kwargs = packed(), scored(LENGTHS)
+    whole = results(tensors, backend, cu_seqlens_q=cu_seqlens(LENGTHS), **kwargs)
+    sinks = 0.0
+    for n, length in enumerate(LENGTHS):
+        at = slice(sum(LENGTHS[:n]), sum(LENGTHS[: n + 1]))
+        labels = [x[at] for x in kwargs["mask"].labels]
+        own = kwargs | {
+            "mask": Mask(fn=text_and_images, fn_args=(9,), labels=tuple(labels)),
+            "attn_mask": kwargs["attn_mask"][n : n + 1, :, :length, :length],
+            "alibi_slopes": kwargs["alibi_slopes"][n],
+            "dropout_p": kwargs["dropout_p"][at],
+            "sequence_ids": torch.tensor([n]),
+            "cu_seqlens_q": cu_seqlens(LENGTHS[n : n + 1]),
+        }
+        alone = results([x[at] for x in tensors], backend, **own)
+        parts = (whole.out[at], whole.lse[:, at], *(x[at] for x in whole[2:5]))
+        assert_equal(type(whole)(*parts, whole.dbias[n : n + 1, :, :length, :length], None), alone)
+        sinks = sinks + alone.dsink
+    torch.testing.assert_close(sinks, whole.dsink)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batch_order_changes_nothing_bitwise(backend):
     tensors = [torch.randn(3, 17, h, 8) for h in (2, 1, 1, 2)]
@@ -146,16 +196,18 @@ def unpad(x, lengths=LENGTHS):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["slack", "holes"])
-def test_a_second_run_is_bitwise_the_same(backend, layout):
-    inputs = build(Case(layout, "head_fn", 0.25, "gqa"))
+@pytest.mark.parametrize("scores", ["none", "all"])
+def test_a_second_run_is_bitwise_the_same(backend, layout, scores):
+    inputs = build(Case(layout, "head_fn", 0.25, "gqa", scores))
     assert_equal(*(run(inputs, backend=backend) for _ in range(2)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["padded", "slack", "holes"])
-def test_poisoned_memory_reaches_nothing(backend, layout):
+@pytest.mark.parametrize("scores", ["none", "all"])
+def test_poisoned_memory_reaches_nothing(backend, layout, scores):
     """NaN in slack, beyond lengths, in hidden keys, and in the gradients of such rows."""
-    inputs = build(Case(layout, "causal", 0.25, "gqa"))
+    inputs = build(Case(layout, "causal", 0.25, "gqa", scores))
     clean = run(inputs, backend=backend)
     poisoned = run(poison(layout, inputs), backend=backend)
     assert_equal(clean, poisoned)
@@ -278,8 +330,10 @@ def test_expanded_inputs_and_gradients(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_do_not_write_to_their_inputs(backend):
-    inputs = build(Case("slack", "mixed", 0.25, "gqa"))
-    tensors = [*inputs[:5], inputs.kwargs["cu_seqlens_q"], inputs.kwargs["cu_seqlens_k"]]
+    inputs = build(Case("slack", "images", PER_TOKEN, "gqa", "all"))
+    mask = inputs.kwargs["mask"]
+    tensors = [*inputs[:5], *(x for x in inputs.kwargs.values() if isinstance(x, torch.Tensor))]
+    tensors += mask.labels
     before = [x.clone() for x in tensors]
     run(inputs, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
