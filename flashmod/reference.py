@@ -175,7 +175,8 @@ def _coordinates(heads: int, kv_len: int, q_idx: Tensor) -> tuple[Tensor, Tensor
 
 def _heads_first(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """(S_kv, H_kv, D) -> (H, S_kv, D), each key head repeated for the query heads that share it."""
-    return x.transpose(-3, -2).repeat_interleave(heads // x.shape[-2], -3).to(dtype)
+    group = heads // max(x.shape[-2], 1)
+    return x.transpose(-3, -2).repeat_interleave(group, -3).to(dtype)
 
 
 def _select_seen(x: Tensor, seen: Tensor) -> Tensor:

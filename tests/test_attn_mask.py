@@ -90,6 +90,19 @@ def test_a_bias_without_gradient_gives_the_others_theirs_bitwise(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["attn_mask", "learnable_sink"])
+def test_a_bias_or_a_sink_alone_may_want_a_gradient(name, backend):
+    tensors = [x.detach() for x in qkv()]
+    scores = {"attn_mask": torch.randn(19, 37), "learnable_sink": torch.randn(2)}
+    options = {"backend": backend, "tiles": TINY}
+    both = {key: x.clone().requires_grad_() for key, x in scores.items()}
+    flash_attention(*tensors, **both, **options).sin().sum().backward()
+    scores[name].requires_grad_()
+    flash_attention(*tensors, **scores, **options).sin().sum().backward()
+    assert torch.equal(scores[name].grad, both[name].grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("dtype", "bias_dtype"),
     [

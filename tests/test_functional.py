@@ -221,6 +221,30 @@ def test_empty_tensors(name, backend, dropout_p):
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("name", [name for name in EMPTY if name != "no_dim"])
+def test_empty_tensors_with_scores(name, backend):
+    """Gradients of a bias and a sink where there is little to add up; a sink needs no key."""
+    q, k = EMPTY[name]
+    shapes = {"attn_mask": (q[0], q[2], q[1], k[1]), "learnable_sink": q[2:3]}
+    leaves = [*tensors(q, k, (*k[:3], 3)), *(torch.randn(x) for x in shapes.values())]
+    kwargs = {"alibi_slopes": torch.ones(q[2]), "softcap": 2.0, "return_lse": True}
+    kwargs |= {"dropout_p": torch.full(q[:2], 0.5), "dropout_seed": 3}
+
+    def run(attention, leaves, **options):
+        leaves = [x.requires_grad_() for x in leaves]
+        scores = dict(zip(shapes, leaves[3:], strict=True))
+        results = attention(*leaves[:3], **scores, **kwargs, **options)
+        loss = sum(x.sin().sum() for x in results)
+        if loss.requires_grad:  # the definition of no sequence depends on nothing
+            loss.backward()
+        return [*results, *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+
+    wide = run(reference_attention, [x.double() for x in leaves])
+    for x, y in zip(run(flash_attention, leaves, backend=backend), wide, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("slack", [0, 4])
 def test_no_sequence_or_only_empty_ones(lengths, slack, backend):
