@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .functional import flash_attention, prepare
-from .layouts import Layout, Tokens, check_widths
+from .layouts import Layout, Tokens, TorchMasks, check_widths
 from .masks import Mask
 from .ops import draw_seed
 from .reference import call_weights
@@ -111,13 +111,17 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         Args:
             query, key, value: (L, N, E), (N, L, E) with ``batch_first``, or unbatched (L, E), as in
                 torch; (T, E) packed with ``cu_seqlens``. key and value default to query.
-            key_padding_mask: (N, S), True (or -inf) = hidden key. Limits keys only, as in torch.
+            key_padding_mask: (N, S), True = hidden key, or numbers added to the scores of each key.
+                Limits keys only, as in torch.
             need_weights: also return the attention weights, quadratic in memory. Default: True, as
                 in torch, but False for packed input, which has none.
-            attn_mask: read only as torch reads it together with ``is_causal``; otherwise not
-                supported yet: say it with ``mask=Mask(...)``.
+            attn_mask: (L, S) or (N * num_heads, L, S), True = hidden, or numbers added to the
+                scores; with ``cu_seqlens`` by positions within a sequence. May require grad. It
+                holds L * S numbers: ``mask=Mask(...)`` says causal, windows and more without.
             average_attn_weights: average the weights over heads.
-            is_causal: top-left causal, as in torch.
+            is_causal: top-left causal where no ``attn_mask`` is given. With one it is torch's
+                hint: the mask is not read and causal is meant if there is neither padding nor
+                ``need_weights``; otherwise the mask decides.
             cu_seqlens: (N + 1,) int32 boundaries of packed self-attention; rows beyond are 0.
             lengths: (N,) valid rows of query, key and value; output rows beyond are 0.
         Returns:
@@ -125,20 +129,20 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         Raises:
             RuntimeError: ``is_causal`` without any mask, as in torch.
             NotImplementedError: what is not supported yet.
-            ValueError, AssertionError: shapes that do not fit.
+            ValueError, AssertionError, RuntimeError: shapes that do not fit.
         """
         key = query if key is None else key
         value = key if value is None else value
         tokens = Tokens(key_padding_mask, cu_seqlens, lengths)
         need_weights = not tokens.packed if need_weights is None else need_weights
-        tokens.check(query, key, value, self.num_heads, self.batch_first)
+        tokens.check(query, key, value, attn_mask, self.num_heads, self.batch_first)
         check_widths(query, key, value, self.embed_dim, self.kdim, self.vdim)
-        self._check_masks(tokens, attn_mask, is_causal, need_weights)
+        attn_mask, causal = _what_is_read(tokens, attn_mask, is_causal, need_weights)
         layout = Layout(tokens.packed, query.dim() == 3, self.batch_first)
         q, k, v = self.project(*tokens.without_slack(*layout.enter_all(query, key, value)))
         arguments: dict[str, Any] = {
-            "mask": self._mask(is_causal, q.shape[-3], k.shape[-3]),
-            "attn_mask": tokens.visible_keys(k),
+            "mask": self._mask(causal, q.shape[-3], k.shape[-3]),
+            "attn_mask": TorchMasks(key_padding_mask, attn_mask).merged(q, k),
             "cu_seqlens_q": cu_seqlens,
             "lengths_q": lengths,
             "lengths_k": lengths,
@@ -175,21 +179,6 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         """(..., H, D) -> (..., E) through the output projection."""
         return F.linear(x.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
-    def _check_masks(
-        self, tokens: Tokens, attn_mask: Tensor | None, is_causal: bool, need_weights: bool
-    ) -> None:
-        if need_weights and tokens.packed:
-            raise ValueError("packed input has no rectangular weights: pass need_weights=False")
-        if attn_mask is None:
-            if is_causal and tokens.rectangular:
-                raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        elif need_weights or not is_causal or not tokens.rectangular:
-            raise NotImplementedError(
-                f"attn_mask of shape {tuple(attn_mask.shape)} is not supported yet: say it with "
-                "FlashMultiheadAttention(..., mask=Mask(...)), or pass is_causal=True and "
-                "need_weights=False without padding"
-            )
-
     def _mask(self, is_causal: bool, q_len: int, kv_len: int) -> Mask | None:
         if not is_causal:
             return self.mask
@@ -209,6 +198,21 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         ready = prepare(q, k, v, **arguments)
         weights = call_weights(ready.q, ready.k, ready.call)
         return weights.mean(1) if average else weights
+
+
+def _what_is_read(
+    tokens: Tokens, attn_mask: Tensor | None, is_causal: bool, need_weights: bool
+) -> tuple[Tensor | None, bool]:
+    """The ``attn_mask`` that decides, if any, and whether ``is_causal`` does."""
+    if need_weights and tokens.packed:
+        raise ValueError("packed input has no rectangular weights: pass need_weights=False")
+    if attn_mask is None:
+        if is_causal and tokens.rectangular:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        return None, is_causal
+    if is_causal and tokens.rectangular and not need_weights:
+        return None, True
+    return attn_mask, False
 
 
 def _always_call(module: nn.Module, inputs: Any) -> None:

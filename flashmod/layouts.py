@@ -13,7 +13,7 @@ from torch.nn import functional as F
 class Tokens(NamedTuple):
     """Which rows of a batch are tokens; at most one field is given."""
 
-    key_padding_mask: Tensor | None  # (N, S), True or -inf = hidden key
+    key_padding_mask: Tensor | None  # (N, S), or (S,) unbatched, see TorchMasks
     cu_seqlens: Tensor | None  # (N + 1,) int32
     lengths: Tensor | None  # (N,)
 
@@ -27,7 +27,13 @@ class Tokens(NamedTuple):
         return all(field is None for field in self)
 
     def check(
-        self, query: Tensor, key: Tensor, value: Tensor, num_heads: int, batch_first: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        num_heads: int,
+        batch_first: bool,
     ) -> None:
         """Refuse what does not fit, with torch's own messages where torch has one."""
         if query.is_nested:
@@ -54,7 +60,7 @@ class Tokens(NamedTuple):
                 )
         else:
             shape_check = F._mha_shape_check  # type: ignore[attr-defined]
-            shape_check(query, key, value, self.key_padding_mask, None, num_heads)
+            shape_check(query, key, value, self.key_padding_mask, attn_mask, num_heads)
         if self.lengths is not None:
             batch = query.shape[not batch_first]
             if self.lengths.shape != (batch,):
@@ -75,32 +81,75 @@ class Tokens(NamedTuple):
             return tensors
         return _each_once(lambda x: torch.where(valid, x, 0.0), *tensors)
 
-    def visible_keys(self, k: Tensor) -> Tensor | None:
-        """As ``attn_mask``: (N, 1, 1, S), True = visible; k is (N, S, H_kv, D)."""
-        if self.key_padding_mask is None:
+
+class TorchMasks(NamedTuple):
+    """Masks as torch's modules take them: bool, True = hidden, or numbers to add to the scores."""
+
+    key_padding_mask: Tensor | None  # (N, S), or (S,) unbatched
+    attn_mask: Tensor | None  # (L, S), or (N * H, L, S)
+
+    def merged(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Both as flash attention's ``attn_mask``: bool, True = visible, or a bias.
+
+        (N, 1, 1, S) for padding alone, (1, 1, L, S) or (N, H, L, S) for a mask of pairs, and their
+        broadcast for both.
+
+        Args:
+            q, k: (N, L, H, D) and (N, S, H_kv, D), or without N when packed; a mask of pairs then
+                goes by positions within a sequence.
+        """
+        masks = [m for m in (self._keys(k), self._pairs(q, k)) if m is not None]
+        if len(masks) < 2:
+            return masks[0] if masks else None
+        keys, pairs = masks
+        if keys.dtype == pairs.dtype == torch.bool:
+            return keys & pairs
+        if keys.dtype != torch.bool and pairs.dtype != torch.bool:
+            return keys + pairs
+        shown, bias = (keys, pairs) if keys.dtype == torch.bool else (pairs, keys)
+        return torch.where(shown, bias, float("-inf"))
+
+    def _keys(self, k: Tensor) -> Tensor | None:
+        mask = self.key_padding_mask
+        if mask is None:
             return None
-        mask = F._canonical_mask(self.key_padding_mask, "key_padding_mask", None, "", k.dtype)
-        assert mask is not None
-        mask = mask.reshape(-1, mask.shape[-1])
+        mask = _shown("key_padding_mask", mask).reshape(-1, mask.shape[-1])
         for axis in (0, 1):
             if mask.shape[axis] != k.shape[axis]:
                 raise AssertionError(
                     f"Expected key_padded_mask.shape[{axis}] to be {k.shape[axis]}, "
                     f"but got {mask.shape[axis]}"
                 )
-        visible = torch.eq(mask, 0)
-        if self.key_padding_mask.dtype != torch.bool:
-            _check_binary(torch.logical_or(visible, mask == float("-inf")).all())
-        return visible.reshape(-1, 1, 1, mask.shape[-1])
+        return mask[:, None, None]
+
+    def _pairs(self, q: Tensor, k: Tensor) -> Tensor | None:
+        mask = self.attn_mask
+        if mask is None:
+            return None
+        shape, heads = tuple(mask.shape), q.shape[-2]
+        wanted: tuple[int | str, ...]
+        if q.dim() == 4:
+            sizes = (q.shape[1], k.shape[1])
+            wanted = sizes if mask.dim() == 2 else (q.shape[0] * heads, *sizes)
+            good = shape == wanted
+        else:
+            wanted = (f"N * {heads}", "longest", "longest")[3 - mask.dim() :]
+            good = mask.dim() == 2 or (mask.dim() == 3 and shape[0] % heads == 0)
+        if not good:
+            raise RuntimeError(
+                f"The shape of the {mask.dim()}D attn_mask is {shape}, but should be {wanted}."
+            )
+        mask = _shown("attn_mask", mask)
+        return mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (-1, heads))
 
 
-def _check_binary(binary: Tensor) -> None:
-    if binary.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(binary, "key_padding_mask must hold 0 and -inf only")
-    elif not binary:
-        raise NotImplementedError(
-            "a key_padding_mask with other values than 0 and -inf is not supported yet"
-        )
+def _shown(name: str, mask: Tensor) -> Tensor:
+    """torch's mask with True = visible."""
+    if mask.dtype == torch.bool:
+        return torch.logical_not(mask)
+    if not mask.is_floating_point():
+        raise AssertionError(f"only bool and floating types of {name} are supported")
+    return mask
 
 
 def check_widths(

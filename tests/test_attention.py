@@ -34,10 +34,13 @@ def compare(theirs, ours, *inputs, atol=2e-6, **kwargs):
     for module in (theirs, ours):
         module.zero_grad()
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out, weights = module(*leaves, **kwargs)
+        options = {name: with_gradient(x) for name, x in kwargs.items()}
+        out, weights = module(*leaves, **options)
         loss = out.sin().sum() + (0 if weights is None else weights.cos().sum())
         loss.backward()
-        results.append((out, weights, *(x.grad for x in (*leaves, *module.parameters()))))
+        masks = [x for x in options.values() if isinstance(x, torch.Tensor)]
+        learned = (*leaves, *module.parameters(), *masks)
+        results.append((out, weights, *(x.grad for x in learned)))
     for a, b in zip(*results, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -45,6 +48,12 @@ def compare(theirs, ours, *inputs, atol=2e-6, **kwargs):
             torch.testing.assert_close(
                 b, a, rtol=1e-5, atol=max(atol, 2e-6 * float(a.detach().abs().max()))
             )
+
+
+def with_gradient(x):
+    """A float mask as a leaf of its own; anything else as it is."""
+    floating = isinstance(x, torch.Tensor) and x.is_floating_point()
+    return x.detach().clone().requires_grad_() if floating else x
 
 
 CONSTRUCTORS = [
@@ -78,6 +87,52 @@ def test_cross_attention_equals_torch(kwargs, need_weights):
     padding = torch.tensor([[F, F, T, F, F, F, T], [T, F, F, F, F, F, F]])
     for mask in (None, padding, torch.zeros(2, 7).masked_fill(padding, -torch.inf)):
         compare(theirs, ours, *inputs, key_padding_mask=mask, need_weights=need_weights)
+
+
+def hiding(*shape):
+    """bool, True = hidden; every row keeps its first key."""
+    hidden = torch.rand(shape) > 0.5
+    hidden[..., 0] = False
+    return hidden
+
+
+def as_numbers(hidden):
+    return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+
+
+ATTN_MASKS = {
+    "none": lambda n, q, k: None,
+    "bool": lambda n, q, k: hiding(q, k),
+    "bool_heads": lambda n, q, k: hiding(n * H, q, k),
+    "numbers": lambda n, q, k: as_numbers(hiding(q, k)),
+    "bias": lambda n, q, k: torch.randn(q, k),
+    "bias_heads": lambda n, q, k: torch.randn(n * H, q, k).masked_fill(hiding(q, k), -torch.inf),
+}
+PADDINGS = {
+    "none": lambda n, k: None,
+    "bool": lambda n, k: hiding(n, k),
+    "numbers": lambda n, k: as_numbers(hiding(n, k)),
+    "bias": lambda n, k: torch.randn(n, k),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning")
+@pytest.mark.parametrize("need_weights", [F, T])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("attn_mask", ATTN_MASKS)
+def test_masks_equal_torchs(attn_mask, padding, need_weights):
+    """Outputs, weights, all gradients, those of float masks too, in every layout."""
+    for layout in ("batch_first", "sequence_first", "unbatched"):
+        theirs, ours = pair(batch_first=layout == "batch_first")
+        batch = 1 if layout == "unbatched" else 2
+        inputs = [torch.randn(batch, n, E) for n in (5, 7, 7)]
+        keys = PADDINGS[padding](batch, 7)
+        if layout == "unbatched":
+            inputs, keys = [x[0] for x in inputs], None if keys is None else keys[0]
+        elif layout == "sequence_first":
+            inputs = [x.transpose(0, 1) for x in inputs]
+        options = {"attn_mask": ATTN_MASKS[attn_mask](batch, 5, 7), "key_padding_mask": keys}
+        compare(theirs, ours, *inputs, need_weights=need_weights, **options)
 
 
 @pytest.mark.parametrize("average", [F, T])
@@ -128,6 +183,81 @@ def test_is_causal_is_top_left_and_reads_no_mask_as_in_torch():
     compare(theirs, ours, *inputs, attn_mask=wrong, is_causal=True, need_weights=False)
 
 
+@pytest.mark.parametrize("other", ["need_weights", "padding"])
+def test_the_mask_decides_beside_is_causal_as_in_torch(other):
+    """With weights or padding torch reads the mask, causal or not, and the hint no more."""
+    theirs, ours = pair(batch_first=True)
+    inputs = [torch.randn(2, n, E) for n in (5, 7, 7)]
+    options = {"need_weights": other == "need_weights", "is_causal": T}
+    if other == "padding":
+        options["key_padding_mask"] = hiding(2, 7)
+    for mask in (hiding(5, 7), hiding(2 * H, 5, 7)):
+        compare(theirs, ours, *inputs, attn_mask=mask, **options)
+
+
+def test_the_mask_decides_beside_is_causal_and_lengths():
+    _, ours = pair(batch_first=True)
+    x, mask = torch.randn(2, 5, E), hiding(5, 5)
+    options = {"attn_mask": mask, "lengths": torch.tensor([5, 3]), "need_weights": F}
+    assert torch.equal(ours(x, is_causal=T, **options)[0], ours(x, **options)[0])
+
+
+@pytest.mark.parametrize("kind", ["bool", "bool_heads", "bias", "bias_heads"])
+def test_attn_mask_of_ragged_input_goes_by_positions(kind):
+    _, ours = pair(batch_first=True)
+    lengths = (3, 0, 6, 1)
+    mask, x = ATTN_MASKS[kind](len(lengths), 6, 6), torch.randn(sum(lengths), E)
+    if mask.dtype == torch.bool:
+        mask[..., range(6), range(6)] = False
+    else:
+        mask[..., range(6), range(6)] = 0.0
+    parts, alone = x.split(lengths), []
+    for n, part in enumerate(parts):
+        own = (mask if mask.dim() == 2 else mask.view(-1, H, 6, 6)[n])[
+            ..., : len(part), : len(part)
+        ]
+        alone.append(ours(part, attn_mask=own, need_weights=False)[0])
+    packed = ours(x, attn_mask=mask, cu_seqlens=cu_seqlens(lengths))[0]
+    torch.testing.assert_close(packed, torch.cat(alone))
+    padded = nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    for need_weights in (F, T):
+        options = {"lengths": torch.tensor(lengths), "need_weights": need_weights}
+        out, weights = ours(padded, attn_mask=mask, **options)
+        torch.testing.assert_close(out[padded.any(-1)], torch.cat(alone))
+        assert weights is None or (weights.sum(-1)[padded.any(-1)] - 1).abs().max() < 1e-5
+
+
+def test_attn_mask_beside_the_modules_own_mask():
+    x, mask = torch.randn(2, 6, E), hiding(6, 6)
+    both = FlashMultiheadAttention(E, H, batch_first=True, mask=Mask(causal=True))
+    plain = FlashMultiheadAttention(E, H, batch_first=True)
+    plain.load_state_dict(both.state_dict())
+    causal = torch.ones(6, 6).triu(1).bool()
+    for mine, right in zip(both(x, attn_mask=mask), plain(x, attn_mask=mask | causal), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def test_masks_are_not_expanded_beyond_their_broadcast():
+    """A shared mask and padding make N masks, not N * H; alone, each stays as small as it is."""
+    shapes, attend = [], FlashMultiheadAttention.attend
+
+    class Watched(FlashMultiheadAttention):
+        def attend(self, q, k, v, **arguments):
+            shapes.append(tuple(arguments["attn_mask"].shape))
+            return attend(self, q, k, v, **arguments)
+
+    module, x = Watched(E, H, batch_first=True), torch.randn(2, 6, E)
+    pairs, keys = hiding(6, 6), hiding(2, 6)
+    for options in (
+        {"attn_mask": pairs},
+        {"key_padding_mask": keys},
+        {"attn_mask": pairs, "key_padding_mask": keys},
+        {"attn_mask": as_numbers(pairs), "key_padding_mask": keys},
+    ):
+        module(x, need_weights=False, **options)
+    assert shapes == [(1, 1, 6, 6), (2, 1, 1, 6), (2, 1, 6, 6), (2, 1, 6, 6)]
+
+
 @pytest.mark.parametrize("need_weights", [F, T])
 def test_is_causal_with_padding_is_both(need_weights):
     """torch raises; the explicit mask is what is meant."""
@@ -172,6 +302,22 @@ def test_rows_that_see_no_key_give_the_bias(need_weights):
         torch.testing.assert_close(both, ours.in_proj_weight.grad)
 
 
+@pytest.mark.parametrize("need_weights", [F, T])
+@pytest.mark.parametrize("numbers", [F, T])
+def test_rows_that_attn_mask_hides_whole_give_the_bias(numbers, need_weights):
+    """torch gives NaN with weights; no gradient comes from such a row."""
+    _, ours = pair(batch_first=True)
+    x, hidden = torch.randn(2, 3, E, requires_grad=True), torch.zeros(3, 3).bool()
+    hidden[1] = True
+    mask = with_gradient(as_numbers(hidden)) if numbers else hidden
+    out, weights = ours(x, attn_mask=mask, need_weights=need_weights)
+    assert torch.equal(out[:, 1], ours.out_proj.bias.expand(2, E)) and out.isfinite().all()
+    assert weights is None or ((weights[:, 1] == 0).all() and weights.isfinite().all())
+    out[:, 1].sum().backward()
+    assert (x.grad == 0).all() and (ours.in_proj_weight.grad == 0).all()
+    assert not numbers or (mask.grad == 0).all()
+
+
 @pytest.mark.parametrize("average", [F, T])
 def test_weights_are_those_that_made_the_output(average):
     """Also under dropout: with identity projections the output is weights @ x."""
@@ -180,7 +326,8 @@ def test_weights_are_those_that_made_the_output(average):
         for w in (*module.in_proj_weight.split(4), module.out_proj.weight):
             w.copy_(torch.eye(4))
     x = torch.randn(2, 9, 4)
-    out, weights = module(x, average_attn_weights=average)
+    options = {"average_attn_weights": average, "attn_mask": torch.randn(9, 9)}
+    out, weights = module(x, **options)
     values = x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
     per_head = weights[:, None] if average else weights
     torch.testing.assert_close(out, (per_head @ values).transpose(1, 2).flatten(2))
@@ -188,7 +335,7 @@ def test_weights_are_those_that_made_the_output(average):
     assert 0.3 < dropped < 0.7
     kept = per_head[per_head > 0]
     module.eval()
-    whole = module(x, average_attn_weights=average)[1]
+    whole = module(x, **options)[1]
     whole = whole[:, None] if average else whole
     torch.testing.assert_close(kept, whole[per_head > 0] * 2)
 

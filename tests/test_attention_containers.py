@@ -101,6 +101,88 @@ def test_decoder_calls_both_attentions(calls):
     assert len(calls) == 4
 
 
+CAUSAL = torch.ones(5, 5).triu(1).bool()
+MASKS = {
+    "bool": CAUSAL,
+    "numbers": nn.Transformer.generate_square_subsequent_mask(5),
+    "by_head": CAUSAL.expand(2 * H, 5, 5),
+    "bias": torch.linspace(-1, 1, 25).view(5, 5),
+}
+HINTS = {"bool": (None, False, True), "numbers": (None, False, True)}
+
+
+def swapped(model):
+    """A copy with our modules in place of torch's."""
+    ours = copy.deepcopy(model)
+    for parent in list(ours.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.MultiheadAttention:
+                attention = FlashMultiheadAttention(E, H, batch_first=True)
+                attention.load_state_dict(child.state_dict())
+                setattr(parent, name, attention)
+    return ours
+
+
+def agree(theirs, ours, *inputs, **kwargs):
+    """Outputs and all gradients of two models."""
+    results = []
+    for model in (theirs, ours):
+        model.zero_grad()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = model(*leaves, **kwargs)
+        out.sin().sum().backward()
+        results.append([out, *(x.grad for x in (*leaves, *model.parameters()))])
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
+@pytest.mark.parametrize("mask", MASKS)
+def test_an_encoder_takes_every_mask_with_padding_and_any_hint(mask, calls):
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, dropout=0.0)
+    theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    ours, x = swapped(theirs), torch.randn(2, 5, E)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for hint in HINTS.get(mask, (None, False)):
+        for keys in (None, padding):
+            options = {"mask": MASKS[mask], "src_key_padding_mask": keys, "is_causal": hint}
+            agree(theirs, ours, x, **options)
+            assert len(calls) == 2
+            calls.clear()
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_decoder_takes_every_mask_with_padding_and_any_hint(mask, calls):
+    layer = nn.TransformerDecoderLayer(E, H, 16, batch_first=True, dropout=0.0)
+    theirs = nn.TransformerDecoder(layer, 2)
+    ours, x, memory = swapped(theirs), torch.randn(2, 5, E), torch.randn(2, 7, E)
+    keys = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    memory_keys = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    memory_mask = torch.arange(35).view(5, 7) % 5 == 4
+    for hint in HINTS.get(mask, (None, False)):
+        for options in ({}, {"tgt_key_padding_mask": keys, "memory_mask": memory_mask}):
+            options = {"tgt_is_causal": hint, "memory_key_padding_mask": memory_keys, **options}
+            agree(theirs, ours, x, memory, tgt_mask=MASKS[mask], **options)
+            assert len(calls) == 4
+            calls.clear()
+
+
+def test_a_whole_transformer_takes_all_masks_at_once():
+    theirs = nn.Transformer(E, H, 1, 1, 16, dropout=0.0, batch_first=True)
+    ours, x, y = swapped(theirs), torch.randn(2, 7, E), torch.randn(2, 5, E)
+    keys = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    options = {
+        "src_mask": torch.ones(7, 7).triu(1).bool(),
+        "tgt_mask": CAUSAL,
+        "memory_mask": torch.arange(35).view(5, 7) % 5 == 4,
+        "src_key_padding_mask": keys,
+        "tgt_key_padding_mask": keys[:, 2:],
+        "memory_key_padding_mask": keys,
+    }
+    agree(theirs, ours, x, y, **options)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_input_of_an_encoder_says_how_to_avoid_it():
     model = nn.TransformerEncoder(encoder_layer(mask=WINDOW), 1).eval()
@@ -153,9 +235,29 @@ def test_compiles_with_padding(need_weights):
         torch.testing.assert_close(ours, eager)
     options["key_padding_mask"] = torch.zeros(1, 3).masked_fill(padding, -torch.inf)
     torch.testing.assert_close(compiled(x, **options)[0], module(x, **options)[0])
-    options["key_padding_mask"] = torch.ones(1, 3)  # a bias, which would be lost
-    with pytest.raises(RuntimeError, match="0 and -inf only"):
-        compiled(x, **options)
+    options["key_padding_mask"] = torch.randn(1, 3)
+    torch.testing.assert_close(compiled(x, **options)[0], module(x, **options)[0])
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("numbers", [False, True])
+def test_compiles_with_both_masks(numbers, need_weights):
+    module = FlashMultiheadAttention(E, H, batch_first=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, padding = torch.randn(2, 4, E), torch.tensor([[False] * 4, [False] * 3 + [True]])
+    mask = torch.ones(4, 4).triu(1).bool()
+    results = []
+    for call in (compiled, module):
+        bias = torch.zeros(4, 4).masked_fill(mask, -torch.inf).requires_grad_()
+        options = {"attn_mask": bias if numbers else mask, "key_padding_mask": padding}
+        module.zero_grad()
+        out, weights = call(x, need_weights=need_weights, **options)
+        loss = out.sin().sum() + (0 if weights is None else weights.cos().sum())
+        loss.backward()
+        learned = [bias.grad] if numbers else []
+        results.append([out, *learned, *(p.grad for p in module.parameters())])
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right)
 
 
 def test_compiled_dropout_is_new_every_call_and_repeatable():
