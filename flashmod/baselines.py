@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference, rules
 from .intercept import interceptable
 from .padding import Padded, pad, unpad
+from .patches import torch_sdpa
 from .spec import HOST_NAMES, AttentionCall, Span, bind, on_ints, on_tensors
 
 _BLOCK = 1 << 16  # pairs whose fate is worked out at once
@@ -94,7 +94,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
         dead = None if hidden is None else hidden.all(-1, keepdim=True)
         options["attn_mask"] = _sdpa_mask(padded, hidden, dead)
     keys, values = _keys_and_values(padded, hidden)
-    out = F.scaled_dot_product_attention(padded.q, keys, values, **options)
+    out = torch_sdpa()(padded.q, keys, values, **options)
     return unpad(out if dead is None else out.masked_fill(dead, 0.0), padded, q)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..masks import Mask
+from ..patches import TORCH_SDPA, SdpaPatch
 
 
 class SdpaCall(NamedTuple):
@@ -89,9 +89,8 @@ def watching_sdpa(handler: Callable[[SdpaCall], Any]) -> Iterator[None]:
     writes ``F.scaled_dot_product_attention`` is seen; a name imported earlier is not. Compiled
     code and nested or sparse tensors go straight through.
     """
-    original = F.scaled_dot_product_attention
 
-    @functools.wraps(original)
+    @functools.wraps(TORCH_SDPA)
     def watched(
         query: Tensor,
         key: Tensor,
@@ -104,15 +103,13 @@ def watching_sdpa(handler: Callable[[SdpaCall], Any]) -> Iterator[None]:
         enable_gqa: bool = False,
     ) -> Any:
         call = SdpaCall(
-            original, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            patch.below, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
         plain = all(x.layout == torch.strided and not x.is_nested for x in (query, key, value))
-        if torch.compiler.is_compiling() or not plain or query.dim() < 3:
+        if not patch.active or torch.compiler.is_compiling() or not plain or query.dim() < 3:
             return call.original()
         return handler(call)
 
-    vars(F)["scaled_dot_product_attention"] = watched
-    try:
+    patch = SdpaPatch(watched)
+    with patch.installed():
         yield
-    finally:
-        vars(F)["scaled_dot_product_attention"] = original
