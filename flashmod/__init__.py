@@ -7,6 +7,8 @@ from . import measure
 from .attention import FlashMultiheadAttention
 from .dispatch import UnsupportedAttention
 from .functional import explain, flash_attention
+from .integrations.sdpa import scaled_dot_product_attention
+from .integrations.sdpa_routing import disable_sdpa, enable_sdpa, route_sdpa
 from .masks import Mask, mask_fn
 from .merging import merge_attention
 from .spec import TileConfig
@@ -19,11 +21,15 @@ __all__ = [
     "Mask",
     "TileConfig",
     "UnsupportedAttention",
+    "disable_sdpa",
+    "enable_sdpa",
     "explain",
     "flash_attention",
     "mask_fn",
     "measure",
     "merge_attention",
+    "route_sdpa",
+    "scaled_dot_product_attention",
 ]
 
 
