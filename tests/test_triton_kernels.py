@@ -5,17 +5,21 @@ import mmap
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from cases import SEED, Inputs, cu_seqlens, reference_attention, run
 
 from flashmod import Mask, TileConfig
-from flashmod.backends.triton import launch, schedule, unsupported_reasons
-from flashmod.backends.triton.arguments import DropoutArg, MaskArg, Sequence
-from flashmod.backends.triton.masking import kept, query_tile
+from flashmod.backends.triton import (
+    dropout_mask,
+    launch,
+    passes,
+    schedule,
+    structs,
+    unsupported_reasons,
+)
+from flashmod.backends.triton.arguments import DropoutArg, MaskArg, ScoreArg, StatsArg
 from flashmod.functional import prepare
 from flashmod.reference import kept as kept_by_definition
-from flashmod.spec import Limits, spans
+from flashmod.spec import spans
 
 TINY = TileConfig(16, 16)
 
@@ -108,35 +112,20 @@ def test_row_offsets_past_two_gigabytes():
             assert torch.equal(a, b), name
 
 
-@triton.jit
-def _store_kept(
-    seed, out, transposed, threshold, head, q_first, kv_first,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    sequence = Sequence(head * 0 + 5, 0, 0, 0, 0, Limits(99, 0, 99, 99, 0, 0, 99))
-    dropout = DropoutArg(seed, threshold)
-    query = query_tile(q_first, sequence, head, dropout, BLOCK_M)
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    keep = kept(query.dropout_keys, kv_first, dropout, BLOCK_N, False)
-    tl.store(out + m[:, None] * BLOCK_N + n[None, :], keep)
-    keep = kept(query.dropout_keys, kv_first, dropout, BLOCK_N, True)
-    tl.store(transposed + m[None, :] * BLOCK_N + n[:, None], keep)
-
-
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 64), (64, 16)], ids=str)
-def test_dropout_bits_are_those_of_the_definition_in_both_orientations(blocks):
-    q, k = torch.zeros(1, 99, 3, 4), torch.zeros(1, 99, 1, 4)
-    ready = prepare(
-        q, k, k, dropout_p=0.3, dropout_seed=SEED, sequence_ids=torch.tensor([5], dtype=torch.int32)
-    )
-    call, (block_m, block_n) = ready.call, blocks
-    for head, q_first, kv_first in ((0, 0, 0), (2, 16, 32)):
-        own = slice(q_first, q_first + block_m), slice(kv_first, kv_first + block_n)
-        truth = kept_by_definition(call, spans(call, q, k)[0], 3, torch.arange(99), 99)[head][own]
-        out, transposed = (torch.zeros(blocks, dtype=torch.int8) for _ in range(2))
-        seed, threshold = call.dropout_seed.reshape(1).view(torch.int32), call.dropout_threshold
-        _store_kept[(1,)](seed, out, transposed, threshold, head, q_first, kv_first, *blocks)
-        assert torch.equal(out.bool(), truth) and torch.equal(transposed.bool(), truth)
+@pytest.mark.parametrize("per_row", [False, True], ids=["rate", "rates"])
+def test_dropout_bits_are_those_of_the_definition_in_both_orientations(blocks, per_row):
+    q, k = torch.zeros(2, 51, 3, 4), torch.zeros(2, 45, 1, 4)
+    rate = torch.rand(2, 51) if per_row else 0.3
+    ids = torch.tensor([5, 2], dtype=torch.int32)
+    call = prepare(q, k, k, dropout_p=rate, dropout_seed=SEED, sequence_ids=ids).call
+    thresholds = call.dropout_thresholds if per_row else call.dropout_threshold
+    truth = [kept_by_definition(call, span, 3, torch.arange(51), 45) for span in spans(call, q, k)]
+    for transposed in (False, True):
+        got = dropout_mask(
+            call.dropout_seed, ids, thresholds, (2, 3, 51, 45), transposed, TileConfig(*blocks)
+        )
+        assert torch.equal(got, torch.stack(truth))
 
 
 LENGTHS = ((7, 0, 40, 1), (16, 5, 0, 33))
@@ -173,14 +162,30 @@ def test_work_lists_ask_nothing_of_the_host():
     assert schedule.key_tiles(call, 80, 16).shape == (7, 2)
 
 
-def test_mask_argument_of_a_plain_call_holds_nothing():
+def test_arguments_of_a_plain_call_hold_nothing():
     x = torch.zeros(1, 4, 1, 4)
-    assert launch._mask(prepare(x, x, x).call, x.dtype) == MaskArg((), (), None, None)
+    call = prepare(x, x, x).call
+    assert structs.mask_arg(call, x.dtype) == MaskArg((), (), None, None, None, None, None)
+    assert structs.score_arg(call) == ScoreArg(0, 0, None, None, None, None)
+    assert structs.dropout_arg(call, x.dtype) == DropoutArg(0, None, None)
+    assert structs.stats_arg(call, x, TINY, x.dtype) == StatsArg(0, None, None, None)
+    assert structs.is_linear(call) and not call.everywhere
+
+
+def test_a_mask_is_read_where_it_lies():
+    """Broadcast axes cost no memory, and no axis that a caller gives is copied."""
+    x = torch.zeros(3, 4, 2, 4)
+    mask = torch.zeros(3, 1, 1, 4).expand(3, 2, 4, 4)
+    arg = structs.mask_arg(prepare(x, x, x, attn_mask=mask).call, x.dtype)
+    assert arg.keys.data_ptr() == mask.data_ptr() and arg.strides == (4, 0, 0, 1)
+    pairs = torch.zeros(4, 2, 4).transpose(0, 1)
+    arg = structs.mask_arg(prepare(x, x, x, attn_mask=pairs).call, x.dtype)
+    assert arg.pairs.data_ptr() == pairs.data_ptr() and arg.strides == (0, 4, 8, 1)
 
 
 def test_strides_of_single_rows_never_ask_for_a_compile():
     x = torch.zeros(1, 1, 1, 8).as_strided((1, 1, 1, 8), (999, 77, 5, 1))
-    assert launch._arg(x).strides == (0, 0, 0, 1)
+    assert structs.tensor_arg(x).strides == (0, 0, 0, 1)
 
 
 def test_float32_products_follow_torch():
@@ -210,7 +215,7 @@ def test_one_line_before_a_first_compile(caplog):
     launch._announce.cache_clear()
     x = torch.zeros(1, 4, 1, 8)
     for rows in (4, 2, 3):
-        launch.forward(*prepare(x[:, :rows], x, x, tiles=TINY))
+        passes.forward(*prepare(x[:, :rows], x, x, tiles=TINY))
     assert len([r for r in caplog.records if "forward_kernel" in r.message]) == 1
 
 
@@ -222,7 +227,9 @@ def test_no_row_outside_the_buffers_is_touched_whatever_the_lengths_say():
     call = ready.call._replace(
         q_starts=starts, kv_starts=starts, q_lengths=lengths, kv_lengths=lengths
     )
-    out, _, stats = launch.forward(ready.q, ready.k, ready.v, call)
-    grads = launch.backward(out, None, ready.q, ready.k, ready.v, out, stats, call)
+    out, _, saved, *_ = passes.forward(ready.q, ready.k, ready.v, call)
+    *grads, _, _ = passes.backward(
+        out, None, ready.q, ready.k, ready.v, out, saved, call, mask_grad=False
+    )
     assert all(grad.isfinite().all() for grad in grads)
-    torch.testing.assert_close(out[0, :4], launch.forward(*ready)[0][0, :4])
+    torch.testing.assert_close(out[0, :4], passes.forward(*ready).out[0, :4])

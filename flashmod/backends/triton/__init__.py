@@ -1,4 +1,4 @@
-"""Triton kernels: forward, dQ and dK/dV, for GPUs and, in tests, for Triton's interpreter."""
+"""Triton kernels for GPUs and, in tests, for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import triton
 from torch import Tensor
 
 from ...spec import AttentionCall
-from .launch import backward, forward
+from .dropout import dropout_mask
+from .passes import backward, forward, forward_tiles
 
-__all__ = ["backward", "forward", "unsupported_reasons"]
+__all__ = ["backward", "dropout_mask", "forward", "forward_tiles", "unsupported_reasons"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_HEAD_DIM = 256

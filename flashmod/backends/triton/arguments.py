@@ -1,4 +1,8 @@
-"""The structs that kernels receive, and those they build inside."""
+"""The structs that kernels receive, and those they build inside.
+
+A field that is ``None`` compiles to nothing. Triton 3.6 loses a number 1 that follows a None in a
+struct, so the numbers come first.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class Operands(NamedTuple):
 class RowStats(NamedTuple):
     """Numbers of every query row; float64 for float64 input, else float32.
 
-    A weight is ``exp2(score - row_max - log_sum)``, all in base 2.
+    A weight is ``exp2(logit - row_max - log_sum)``, all in base 2.
     """
 
     saved: Tensor  # (B, H, 2, S) contiguous: row_max, log_sum
@@ -36,7 +40,7 @@ class RowStats(NamedTuple):
 class SequenceTable(NamedTuple):
     """Which rows every sequence has, and the work list of the launch."""
 
-    tiles: Tensor  # (T, 2) int32: sequence, first position of the tile; may point past the end
+    tiles: Tensor | None  # (T, 2) int32: sequence, first position; may point past the end
     q_starts: Tensor
     q_lengths: Tensor
     kv_starts: Tensor
@@ -46,42 +50,102 @@ class SequenceTable(NamedTuple):
 
 
 class MaskArg(NamedTuple):
-    """What hides keys beside the interval of a query; ``None`` fields compile to nothing.
+    """What hides pairs beside the interval of a query, and what is added to those it leaves.
 
-    Triton 3.6 loses a number 1 that follows a None in a struct, so the numbers come first.
+    ``keys`` is an ``attn_mask`` without a query axis, ``pairs`` any other: bool, or a bias.
     """
 
-    key_strides: tuple[int, ...]
+    strides: tuple[int, ...]  # of (sequence, head, query, key); 0 along broadcast axes
     fn_args: tuple[float, ...]
-    keys: Tensor | None  # (B, S_kv) bool, True = visible
-    fn: Any  # a jitted predicate, or None
+    keys: Tensor | None
+    pairs: Tensor | None
+    fn: Any  # a jitted predicate
+    q_labels: Tensor | None  # (B, S) int32, contiguous
+    kv_labels: Tensor | None
+
+
+class ScoreArg(NamedTuple):
+    """What a logit is beside a scaled product."""
+
+    slope_stride: int  # from sequence to sequence, 0 where they share one
+    sink_stride: int
+    cap: float | None  # a kernel receives float32:
+    cap_rest: float | None  # what is missing for float64
+    slopes: Tensor | None  # (N|1, H)
+    sink: Tensor | None  # (B|1, H), natural units
 
 
 class DropoutArg(NamedTuple):
     """``seed`` is None without dropout."""
 
-    seed: Tensor | None  # (2,) int32, low word first
     threshold: int
+    seed: Tensor | None  # (2,) int32, low word first
+    thresholds: Tensor | None  # (B, S) int32, contiguous: one per query row instead
+
+
+class StatsArg(NamedTuple):
+    """Where the statistics of a forward pass go, laid out by :mod:`flashmod.stats`."""
+
+    total: int
+    tiles: Tensor | None  # (3, total) int32
+    offsets: Tensor | None  # (N,) int64
+    rows: Tensor | None  # (B, H, 2, S): largest logit, entropy
 
 
 class Sequence(NamedTuple):
     """One sequence, inside a kernel: where its rows are and who sees whom."""
 
+    n: Any
     id: Any
+    q_start: Any  # a row of the flattened (B * S) axis
+    kv_start: Any
     q_batch: Any
     q_row: Any
     kv_batch: Any
     kv_row: Any
+    kv_len: Any
     limits: Any  # spec.Limits
+
+
+class Scores(NamedTuple):
+    """One head of one sequence, inside a kernel: what makes its logits."""
+
+    scale: Any  # of products, in base 2
+    unit: Any  # of what `logits` gives: the scale, or 1
+    cap: Any  # in base 2, like the slope
+    slope: Any
+
+
+class Head(NamedTuple):
+    """One head of one sequence, inside a kernel, and what applies to its pairs.
+
+    But for MaskArg: Triton lets no struct that is built inside a kernel hold a function.
+    """
+
+    sequence: Any
+    index: Any
+    dropout: Any  # DropoutArg
+    arg: Any  # ScoreArg
+    scores: Any  # Scores
+
+
+class DropoutRows(NamedTuple):
+    """What decides over the weights of query rows, inside a kernel."""
+
+    first: Any  # int32 per row
+    second: Any
+    threshold: Any  # one number, or one per row
 
 
 class QueryTile(NamedTuple):
     """A tile of query positions, inside a kernel, with the key interval of each."""
 
+    first: Any
     idx: Any
     lo: Any
     hi: Any
-    dropout_keys: Any  # a pair of int32 per row; zeros without dropout
+    dropout: Any  # DropoutRows; unused without dropout
+    labels: Any
 
 
 class KeyTile(NamedTuple):
@@ -91,6 +155,8 @@ class KeyTile(NamedTuple):
     idx: Any
     start: Any
     end: Any
+    labels: Any
+    bias: Any  # what `attn_mask` holds for each key, where it has no query axis
 
 
 class KeySide(NamedTuple):

@@ -3,43 +3,54 @@
 import triton
 import triton.language as tl
 
-from .masking import keep_scale, kept, query_tile, seen_keys, visible_keys
+from .arguments import Head
+from .counting import count_tile, fold_spread, spread_of, store_row_statistics
+from .device_rules import keep_scale
+from .dropping import kept
+from .masking import query_tile, seen_keys, visible_keys
 from .primitives import key_side, load_sequence, load_tile, stats_block, store_tile, tile_pointers
+from .scores import finish_rows, head_scores, logits
 
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, query, keys, start, end, sequence, head, mask, dropout, scale,
+    acc, row_max, row_sum, spread, q, query, keys, start, end, head, mask, stats,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    LINEAR: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold key tiles [start, end) into the running maximum, sum and output of every query row."""
+    unit = head.scores.unit
     for tile in tl.range(start, end, BLOCK_N):
         kv_idx = tile + tl.arange(0, BLOCK_N)
         at = tl.cast(tile, tl.int64)
-        seen, rows = kv_idx, kv_idx
+        seen, rows, bias = kv_idx, kv_idx, kv_idx
         if MASKED:
-            seen, rows = visible_keys(query, keys, kv_idx, sequence, head, mask)
+            seen, rows, bias = visible_keys(query, keys, kv_idx, head, mask)
         k = load_tile(keys.k + at * keys.k_stride, rows, HEAD_DIM, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
+        scores, slope = logits(scores, bias, query.idx[:, None], kv_idx[None, :], head, LINEAR)
         if MASKED:
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         pivot = new_max
         if MASKED:  # rows that have seen no key yet
             pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-        scale_of = tl.broadcast_to(scale, scores.shape)
-        weights = tl.exp2(tl.fma(scores, scale_of, -(pivot * scale)[:, None]))
-        rescale = tl.exp2((row_max - pivot) * scale)
+        exponents = tl.fma(scores, tl.broadcast_to(unit, scores.shape), -(pivot * unit)[:, None])
+        weights = tl.exp2(exponents)
+        rescale = tl.exp2((row_max - pivot) * unit)
+        spread = fold_spread(
+            stats, spread, weights, exponents, row_sum, row_max, pivot, rescale, unit
+        )
+        count_tile(stats, tile, query, row_max, new_max, head, MASKED, BLOCK_N)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
-        if dropout.seed is not None:
-            keep = kept(query.dropout_keys, tile, dropout, BLOCK_N, False)
+        if head.dropout.seed is not None:
+            keep = kept(query.dropout, tile, head.dropout, BLOCK_N, False)
             weights = tl.where(keep, weights, 0.0)
         v = load_tile(keys.v + at * keys.v_stride, rows, V_DIM, MASKED)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=acc.dtype)
         row_max = new_max
-    return acc, row_max, row_sum
+    return acc, row_max, row_sum, spread
 
 
 @triton.jit
@@ -56,43 +67,51 @@ def _store_row_stats(stats, block, idx, rows, row_max, row_sum, in_q):
 
 @triton.jit(do_not_specialize=["rows", "kv_rows"])
 def forward_kernel(
-    operands, out, stats, table, mask, dropout, score_scale: tl.float64, heads, rows, kv_rows,
+    operands, out, row_stats, stats, table, mask, dropout, score, score_scale: tl.float64,
+    heads, rows, kv_rows,
     ALIGN: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LINEAR: tl.constexpr, EVERYWHERE: tl.constexpr,
 ):  # fmt: skip
     """One program per (query tile, head)."""
     program = tl.program_id(0)
-    head = program % heads
+    index = program % heads
     sequence, first = load_sequence(table, program // heads, rows, kv_rows, ALIGN)
     limits = sequence.limits
     if first >= limits.q_len:
         return
-    query = query_tile(first, sequence, head, dropout, BLOCK_M)
+    query = query_tile(first, sequence, index, mask, dropout, BLOCK_M)
     in_q = query.idx < limits.q_len
     batch, row = sequence.q_batch, sequence.q_row
-    pointers = tile_pointers(operands.q, batch, row, head, query.idx, BLOCK_D)
+    pointers = tile_pointers(operands.q, batch, row, index, query.idx, BLOCK_D)
     q = load_tile(pointers, query.lo < query.hi, HEAD_DIM, True)
-    q = tl.where(score_scale < 0, -q, q)  # so that the largest product is the largest logit
-    accumulate: tl.constexpr = stats.saved.dtype.element_ty
-    scale = tl.abs(tl.full((), score_scale, accumulate))
+    accumulate: tl.constexpr = row_stats.saved.dtype.element_ty
+    scale = tl.full((), score_scale, accumulate)
+    if LINEAR:  # so that the largest product is the largest logit
+        q = tl.where(score_scale < 0, -q, q)
+        scale = tl.abs(scale)
+    scores = head_scores(score, sequence, index, scale, LINEAR)
+    head = Head(sequence, index, dropout, score, scores)
 
-    seen, cuts = seen_keys(first, limits, mask, BLOCK_M, BLOCK_N)
-    keys = key_side(operands, sequence, head // GROUP, seen, BLOCK_N, BLOCK_D, BLOCK_V)
+    seen, cuts = seen_keys(first, limits, BLOCK_M, BLOCK_N, EVERYWHERE)
+    keys = key_side(operands, sequence, index // GROUP, seen, BLOCK_N, BLOCK_D, BLOCK_V)
     acc = tl.zeros([BLOCK_M, BLOCK_V], accumulate)
     row_max = tl.full([BLOCK_M], float("-inf"), accumulate)
     row_sum = tl.zeros([BLOCK_M], accumulate)
-    for part in tl.static_range(3):  # masked head, unmasked middle, masked tail
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, query, keys, cuts[part], cuts[part + 1], sequence, head,
-            mask, dropout, scale, HEAD_DIM, V_DIM, BLOCK_N, PRECISION, part != 1,
+    spread = spread_of(stats, row_sum)
+    PARTS: tl.constexpr = 1 if EVERYWHERE else 3
+    for part in tl.static_range(PARTS):  # masked head, unmasked middle, masked tail
+        acc, row_max, row_sum, spread = _attend(
+            acc, row_max, row_sum, spread, q, query, keys, cuts[part], cuts[part + 1], head, mask,
+            stats, HEAD_DIM, V_DIM, BLOCK_N, PRECISION, LINEAR, part != 1,
         )  # fmt: skip
 
-    row_sum = tl.where(row_max == float("-inf"), 1.0, row_sum)
-    idx, block = sequence.q_row + query.idx, stats_block(sequence, head, heads)
-    _store_row_stats(stats, block, idx, rows, row_max * scale, row_sum, in_q)
-    factor = 1.0 / row_sum
+    idx, block = sequence.q_row + query.idx, stats_block(sequence, index, heads)
+    row_max = row_max * scores.unit
+    store_row_statistics(stats, block, rows, idx, in_q, row_max, row_sum, spread)
+    row_max, row_sum, factor = finish_rows(row_max, row_sum, sequence, index, score)
+    _store_row_stats(row_stats, block, idx, rows, row_max, row_sum, in_q)
     if dropout.seed is not None:
-        factor = factor * keep_scale(dropout, accumulate)
-    pointers = tile_pointers(out, batch, row, head, query.idx, BLOCK_V)
+        factor = factor * keep_scale(query.dropout.threshold.to(accumulate))
+    pointers = tile_pointers(out, batch, row, index, query.idx, BLOCK_V)
     store_tile(pointers, acc * factor[:, None], in_q, V_DIM)

@@ -14,7 +14,7 @@ import triton
 
 from ...masks import registered_mask_fn
 from ...spec import bind
-from .masking import DEVICE_NAMES
+from .device_rules import DEVICE_NAMES
 
 
 @cache

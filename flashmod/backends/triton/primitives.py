@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ...spec import Limits
 from .arguments import KeySide, QuerySide, Sequence
-from .masking import diagonal_shift
+from .device_rules import diagonal_shift
 
 # The interpreter multiplies bfloat16 as bit patterns: widen to float32 there, on load.
 WIDEN_BFLOAT16 = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -13,11 +13,14 @@ WIDEN_BFLOAT16 = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def load_sequence(table, tile, rows, kv_rows, ALIGN: tl.constexpr):
-    """The sequence of a work item, and the item's first position.
-
-    Lengths are clamped so that no row outside the buffers is touched.
-    """
+    """The sequence of a work item, and the item's first position."""
     n, first = tl.load(table.tiles + 2 * tile), tl.load(table.tiles + 2 * tile + 1)
+    return sequence_at(table, n, rows, kv_rows, ALIGN), first
+
+
+@triton.jit
+def sequence_at(table, n, rows, kv_rows, ALIGN: tl.constexpr):
+    """Sequence ``n``; lengths are clamped so that no row outside the buffers is touched."""
     q_start = tl.load(table.q_starts + n)
     kv_start = tl.load(table.kv_starts + n)
     q_len = tl.minimum(tl.load(table.q_lengths + n), rows - q_start % rows)
@@ -32,15 +35,18 @@ def load_sequence(table, tile, rows, kv_rows, ALIGN: tl.constexpr):
         tl.load(row + 3),
         tl.minimum(tl.load(row + 4), kv_len),
     )
-    sequence = Sequence(
+    return Sequence(
+        n,
         tl.load(table.ids + n),
+        q_start,
+        kv_start,
         q_start // rows,
         q_start % rows,
         kv_start // kv_rows,
         kv_start % kv_rows,
+        kv_len,
         limits,
     )
-    return sequence, first
 
 
 @triton.jit
@@ -118,17 +124,20 @@ def load_tile(pointers, in_rows, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_rows(pointers, in_rows, MASKED: tl.constexpr):
+    """One number per row; 0 for rows not ``in_rows`` if MASKED."""
+    if MASKED:
+        return tl.load(pointers, mask=in_rows, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
 def load_row_stats(side, at, in_rows, MASKED: tl.constexpr):
     """Row maximum, log-sum and delta of query rows ``at``; 0 for rows not ``in_rows``."""
-    if MASKED:
-        row_max = tl.load(side.row_max + at, mask=in_rows, other=0.0)
-        log_sum = tl.load(side.log_sum + at, mask=in_rows, other=0.0)
-        delta = tl.load(side.delta + at, mask=in_rows, other=0.0)
-    else:
-        row_max = tl.load(side.row_max + at)
-        log_sum = tl.load(side.log_sum + at)
-        delta = tl.load(side.delta + at)
-    return row_max, log_sum, delta
+    row_max = load_rows(side.row_max + at, in_rows, MASKED)
+    log_sum = load_rows(side.log_sum + at, in_rows, MASKED)
+    return row_max, log_sum, load_rows(side.delta + at, in_rows, MASKED)
 
 
 @triton.jit
@@ -136,8 +145,13 @@ def store_tile(pointers, tile, in_rows, HEAD_DIM: tl.constexpr):
     """Round to the tensor's dtype and store what lies inside it."""
     BLOCK_D: tl.constexpr = pointers.shape[1]
     mask = in_rows[:, None] & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM)
-    if WIDEN_BFLOAT16 and pointers.dtype.element_ty == tl.bfloat16:
-        tile = tile.to(tl.bfloat16, fp_downcast_rounding="rtne")  # the interpreter truncates
+    tl.store(pointers, rounded(tile, pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rounded(tile, dtype: tl.constexpr):
+    """A tile in another dtype, rounded to nearest."""
+    if WIDEN_BFLOAT16 and dtype == tl.bfloat16:
+        return tile.to(tl.bfloat16, fp_downcast_rounding="rtne")  # the interpreter truncates
     else:
-        tile = tile.to(pointers.dtype.element_ty)
-    tl.store(pointers, tile, mask=mask)
+        return tile.to(dtype)

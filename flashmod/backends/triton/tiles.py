@@ -50,7 +50,7 @@ def architecture() -> str:
 
 
 def choose(kernel: str, head_dim: int, dtype: torch.dtype, call: AttentionCall) -> TileConfig:
-    """Tiles of ``kernel`` ("forward", "dq" or "dkv"); what the call asks for comes first.
+    """Tiles of ``kernel``: "forward", "dq", "dkv" or "dbias"; what the call asks for comes first.
 
     Args:
         head_dim: the larger of D and D_v.
@@ -62,6 +62,9 @@ def choose(kernel: str, head_dim: int, dtype: torch.dtype, call: AttentionCall) 
         return _INTERPRETER
     if dtype.itemsize > 2:
         return TileConfig(*_smallest(_WIDE, head_dim * dtype.itemsize))
+    if kernel == "dbias":  # dq that also holds the sum of a whole tile
+        tiles = choose("dq", head_dim, dtype, call)
+        return tiles._replace(block_m=min(tiles.block_m, 64), block_n=min(tiles.block_n, 64))
     tiles = TileConfig(*_smallest(_HALF[_family(architecture())][kernel], head_dim))
     if not call.mask_fn:
         return tiles
