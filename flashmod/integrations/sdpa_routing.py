@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..patches import TORCH_SDPA, SdpaPatch
 from .checkpointing import CheckpointPatch, recomputes_foreign
-from .sdpa import SdpaArguments, run
+from .sdpa import run
+from .sdpa_arguments import SdpaArguments
 
 
 @dataclass(eq=False)
@@ -118,23 +119,22 @@ class _EarlyImports:
         self.names: list[tuple[dict[str, Any], str]] = []
 
     def search(self) -> None:
-        self.names = [
+        """Add names; those found before may refer to the replacement by now."""
+        known = {(id(namespace), name) for namespace, name in self.names}
+        self.names += [
             (vars(module), name)
             for path, module in list(sys.modules.items())
             if isinstance(module, ModuleType)
             and path.partition(".")[0] not in ("torch", "flashmod")
             for name, value in list(vars(module).items())
-            if _is_either(value)
+            if value is TORCH_SDPA and (id(vars(module)), name) not in known
         ]
 
     def refer_to(self, function: Callable[..., Any]) -> None:
         for namespace, name in self.names:
-            if _is_either(namespace.get(name)):
+            value = namespace.get(name)
+            if value is TORCH_SDPA or value is routed_sdpa:
                 namespace[name] = function
-
-
-def _is_either(value: Any) -> bool:
-    return value is TORCH_SDPA or value is routed_sdpa
 
 
 def _start(routing: Routing, search: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,7 +21,7 @@ def implementation(kind: str) -> Callable[..., Any]:
     kinds = {"flash": flash_attention, "dense": baselines.dense, "sdpa": baselines.sdpa}
     if kind not in kinds:
         raise ValueError(f"attention is one of {', '.join(kinds)}, got {kind!r}")
-    return kinds[kind].__wrapped__  # type: ignore[attr-defined]
+    return inspect.unwrap(kinds[kind])
 
 
 @contextmanager
