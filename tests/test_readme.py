@@ -28,12 +28,31 @@ def run(words: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def test_python_block(tmp_path: Path) -> None:
-    (code,) = blocks("python")
-    assert len(code.splitlines()) <= 10
-    said = run([sys.executable, "-c", code], tmp_path)
+def less_memory(said: str) -> None:
     peaks = dict(re.findall(r"'memory/(\w+)_peak_mib': '([\d.]+)'", said))
     assert float(peaks["attention"]) < float(peaks["dense_attention"]) / 4
+
+
+def same_result(said: str) -> None:
+    routed, error = said.rsplit(" ", 1)
+    assert routed == "Routing(calls=1, left_to_torch={})" and float(error) < 1e-5
+
+
+# What a block's output must show, by a word of the block.
+CLAIMS = {"measure.track": less_memory, "route_sdpa": same_result}
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[1])
+def test_python_block(code: str, tmp_path: Path) -> None:
+    assert len(code.splitlines()) <= 10
+    said = run([sys.executable, "-c", code], tmp_path)
+    for word, claim in CLAIMS.items():
+        if word in code:
+            claim(said)
+
+
+def test_every_claim_has_its_block() -> None:
+    assert all(sum(word in code for code in blocks("python")) == 1 for word in CLAIMS)
 
 
 @pytest.mark.parametrize("words", [w for w in commands() if w[0] == "make"], ids=" ".join)
