@@ -34,7 +34,7 @@ def map_forward(
     """
     _, operands, call = _fold_call(count, dims, inputs)
     out, lse, saved, *stats = attend(*operands, *call)
-    outputs = (_unfold(out, count), _unfold(lse, count), _unfold(saved, count, axis=1), *stats)
+    outputs = (_unfold(out, count), _unfold(lse, count), _unfold(saved, count), *stats)
     return outputs, (0, 0, 0, None, None)
 
 
@@ -52,7 +52,7 @@ def map_backward(
         None if grad_lse is None else _fold(grad_lse, dims[1], count),
         *operands,
         _fold(out, dims[5], count),
-        _fold(saved, dims[6], count, axis=1),
+        _fold(saved, dims[6], count).contiguous(),
         mask_grad,
         *call,
     )
@@ -114,14 +114,14 @@ def _refuse(call: AttentionCall, mapped: Any) -> None:
         )
 
 
-def _fold(x: Tensor, dim: int | None, count: int, axis: int = 0) -> Tensor:
-    """Merge the mapped axis into ``axis`` of an example."""
-    return _mapped(x, dim, count).movedim(0, axis).flatten(axis, axis + 1)
+def _fold(x: Tensor, dim: int | None, count: int) -> Tensor:
+    """Merge the mapped axis into the first axis of an example."""
+    return _mapped(x, dim, count).flatten(0, 1)
 
 
-def _unfold(x: Tensor, count: int, axis: int = 0) -> Tensor:
-    """Undo :func:`_fold`; the mapped axis comes first."""
-    return x.unflatten(axis, (count, x.shape[axis] // count)).movedim(axis, 0)
+def _unfold(x: Tensor, count: int) -> Tensor:
+    """Undo :func:`_fold`."""
+    return x.unflatten(0, (count, x.shape[0] // count))
 
 
 def _unfold_term(

@@ -59,7 +59,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty(batch, rows, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, rows, dtype=accumulate)
-    saved = q.new_empty(2, batch, heads, rows, dtype=accumulate)
+    saved = q.new_empty(batch, heads, 2, rows, dtype=accumulate)
     return out, lse, saved, q.new_empty(0), q.new_empty(0)
 
 

@@ -94,7 +94,7 @@ class Forward(NamedTuple):
 
     out: Tensor  # (B, S, H, D_v)
     lse: Tensor  # (B, H, S)
-    saved: Tensor  # (2, B, H, S), what the backward pass of the same backend needs
+    saved: Tensor  # (B, H, 2, S), what the backward pass of the same backend needs
     row_stats: Tensor | None = None  # (2, B, H, S): largest logit and entropy, see flashmod.stats
     tile_stats: Tensor | None = None  # (3, tiles) int32, see flashmod.stats
 

@@ -19,8 +19,8 @@ def fake(reasons, ran):
 
     def forward(q, k, v, call):
         ran.append(call)
-        saved = torch.zeros(2, q.shape[0], q.shape[2], q.shape[1])
-        return Forward(q.new_zeros(q.shape), saved[0].clone(), saved)
+        saved = torch.zeros(q.shape[0], q.shape[2], 2, q.shape[1])
+        return Forward(q.new_zeros(q.shape), saved[:, :, 0].clone(), saved)
 
     return SimpleNamespace(unsupported_reasons=lambda q, k, v, call: list(reasons), forward=forward)
 

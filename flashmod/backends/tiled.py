@@ -30,12 +30,12 @@ def forward_tiles(q: Tensor, v: Tensor, call: AttentionCall) -> TileConfig:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Forward:
-    """Output, lse, and as ``saved`` the row maximum over keys and lse minus that, (2, B, H, S)."""
+    """Output, lse, and as ``saved`` the row maximum over keys and lse minus that, (B, H, 2, S)."""
     batch, rows, heads, _ = q.shape
     out = q.new_zeros(batch, rows, heads, v.shape[-1])
-    saved = torch.zeros(2, batch, heads, rows, dtype=accumulate_dtype(q), device=q.device)
-    saved[0] = float("-inf")
-    lse = saved[0].clone()
+    saved = torch.zeros(batch, heads, 2, rows, dtype=accumulate_dtype(q), device=q.device)
+    saved[:, :, 0] = float("-inf")
+    lse = saved[:, :, 0].clone()
     collector = Collector(q, call, forward_tiles(q, v, call)) if call.collect_stats else None
     for span in spans(call, q, k):
         sequence = SequenceTiles(q, k, v, call, span)
@@ -45,8 +45,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Forward:
                 collector.rows(m, softmax.row_max, softmax.row_sum)
             norm, log_sum, lse_rows = _normaliser(softmax, sequence.sink)
             out[m.rows] = sequence.unfold(softmax.acc * norm[..., None])
-            saved[0][m.stat_rows] = softmax.row_max.flatten(0, 1)
-            saved[1][m.stat_rows] = log_sum.flatten(0, 1)
+            saved[:, :, 0][m.stat_rows] = softmax.row_max.flatten(0, 1)
+            saved[:, :, 1][m.stat_rows] = log_sum.flatten(0, 1)
             lse[m.stat_rows] = lse_rows.flatten(0, 1)
     stats = () if collector is None else collector.results
     return Forward(out, lse, saved, *stats)
@@ -79,7 +79,7 @@ def backward(
             sequence.fold_heads(own_mask),
         )
         for m in sequence.query_tiles():
-            row_max, log_sum = (part[m.stat_rows].view(m.q.shape[:-1]) for part in saved)
+            row_max, log_sum = (part[m.stat_rows].view(m.q.shape[:-1]) for part in saved.unbind(2))
             dead = row_max == float("-inf")  # no key was seen: what lies in such a row is not read
             m = m._replace(q=m.q.masked_fill(dead[..., None], 0.0))
             grad = sequence.fold(grad_out[m.rows]).masked_fill(dead[..., None], 0.0)
