@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashmod
 from flashmod import scaled_dot_product_attention as twin
@@ -414,6 +415,30 @@ def test_jagged_tensors(causal):
         torch.testing.assert_close(a, b)
 
 
+def test_jagged_keys_and_values_must_agree():
+    """Whether one tensor describes both, or two that hold the same."""
+    ends = torch.tensor([0, 3, 8])
+    x, same, other, fewer = (
+        jagged(torch.randn(8, 2, 4), e)
+        for e in (ends, ends.clone(), torch.tensor([0, 4, 8]), torch.tensor([0, 8]))
+    )
+    assert twin(x, same, same).shape == twin(x, x, same).shape == x.shape
+    with pytest.raises(RuntimeError, match="same lengths"):
+        twin(x, x, other)
+    with pytest.raises(RuntimeError, match="key holds 2 sequences, value 1"):
+        twin(x, x, fewer)
+
+
+def test_jagged_tensors_compile():
+    def step(values, ends):
+        x = jagged(values, ends)
+        return twin(x, x, x).transpose(1, 2).values()
+
+    values, ends = torch.randn(8, 2, 4), torch.tensor([0, 3, 8])
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(values, ends), step(values, ends))
+
+
 def test_jagged_tensors_beside_others_are_refused_as_in_torch():
     ends = torch.tensor([0, 3, 8])
     x = jagged(torch.randn(8, 2, 4), ends)
@@ -515,6 +540,33 @@ def test_compiles_without_a_graph_break(masked):
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(a, b)
+
+
+def test_one_graph_serves_all_lengths():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (5, 7, 9):
+        x, mask = torch.randn(2, 2, rows, 8, requires_grad=True), torch.randn(rows, rows)
+        torch.testing.assert_close(compiled(x, x, x, mask), SDPA(x, x, x, mask))
+    assert len(graphs) == 1
+
+
+def test_flops_are_counted():
+    """As torch counts its own kernels on a GPU: masks and grouping change nothing."""
+    q, k, v = operands((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6), dtype=torch.float32)
+    pairs = 2 * 4 * 5 * 7
+    with FlopCounterMode(display=False) as counter:
+        out = twin(q, k, v, attn_mask=torch.ones(5, 7, dtype=torch.bool), enable_gqa=True)
+    assert counter.get_total_flops() == 2 * pairs * (8 + 6)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (3 * 8 + 2 * 6)
 
 
 def test_meta_tensors():
