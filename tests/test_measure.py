@@ -519,6 +519,9 @@ def test_tokens_are_read_from_the_attention_call():
     numbers = torch.zeros(keys.shape).masked_fill(~keys, -torch.inf)
     for mask in (keys, numbers, numbers.expand(2, 2, 1, 7).contiguous()):  # the last is nn.MHA's
         assert measure.count_tokens(call(*qkv(2, 7), attn_mask=mask)) == (11, 14)
+    one_head = keys.repeat(1, 2, 1, 1)
+    one_head[:, 0, :, :2] = False  # the other head sees these keys: they are tokens
+    assert measure.count_tokens(call(*qkv(2, 7), attn_mask=one_head)) == (11, 14)
     shorter = {"lengths_q": torch.tensor([7, 5]), "lengths_k": torch.tensor([7, 5])}
     assert measure.count_tokens(call(*qkv(2, 7), attn_mask=keys, **shorter)) == (9, 14)
     bias = {"attn_mask": torch.randn(2, 1, 1, 7)}
