@@ -12,6 +12,7 @@ from .arguments import Prepared, prepare
 from .dispatch import choose_backend, refusals
 from .intercept import interceptable
 from .masks import Mask
+from .nested import takes_jagged
 from .operands import dropout_threshold
 from .spec import TileConfig
 from .stats import read_stats
@@ -19,6 +20,7 @@ from .stats import read_stats
 __all__ = ["Prepared", "dropout_threshold", "explain", "flash_attention", "prepare"]
 
 
+@takes_jagged
 @interceptable("flash")
 def flash_attention(
     q: Tensor,
@@ -49,8 +51,8 @@ def flash_attention(
     that recomputes the tiles from saved row statistics.
 
     Args:
-        q: (B, S, H, D), or (T, H, D) packed when ``cu_seqlens_q`` is given. float16, bfloat16,
-            float32 or float64, any strides.
+        q: (B, S, H, D), or (T, H, D) packed when ``cu_seqlens_q`` is given, or a NestedTensor
+            (B, j, H, D) of layout torch.jagged. float16, bfloat16, float32 or float64, any strides.
         k, v: (B, S_kv, H_kv, D) and (B, S_kv, H_kv, D_v), or packed likewise; H_kv divides H.
         mask: who may attend to whom; everybody by default.
         attn_mask: bool, True = visible, or a bias added to the scores (-inf hides), broadcastable
@@ -77,8 +79,9 @@ def flash_attention(
     Returns:
         out, shaped like q with D_v in place of D; with ``return_lse`` also lse, (B, H, S) or
         (H, T), float32 (float64 for float64 input); with ``return_stats`` also the statistics, in
-        this order. A query that sees no key gives 0, lse -inf (or the sink) and gradient 0; a row
-        beyond its sequence's length and slack rows give 0 and lse -inf.
+        this order. For NestedTensors out has q's offsets and lse is (H, T). A query that sees no
+        key gives 0, lse -inf (or the sink) and gradient 0; a row beyond its sequence's length and
+        slack rows give 0 and lse -inf.
     Raises:
         ValueError: shapes or contents that do not fit; names the argument and both values.
         TypeError: dtypes.
@@ -104,6 +107,7 @@ def flash_attention(
     return tuple(results) if len(results) > 1 else results[0]
 
 
+@takes_jagged
 def explain(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> str:
     """Which backend :func:`flash_attention` would take for this call, and why not the others."""
     if kwargs.get("dropout_seed") is None:
