@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..functional import flash_attention
 from ..masks import Mask
 from ..patches import torch_sdpa
-from .sdpa_arguments import SdpaArguments, check, check_types, is_jagged, left_to_torch
+from .sdpa_arguments import (
+    SdpaArguments,
+    check,
+    check_types,
+    is_causal_bias,
+    is_jagged,
+    left_to_torch,
+)
 from .sdpa_shapes import Operands
 
 _log = logging.getLogger(__name__)
@@ -95,7 +101,7 @@ def _overridden(given: SdpaArguments) -> bool:
     """Whether a torch function mode, or a subclass that is unknown here, decides what runs."""
     if not has_torch_function(given.tensors):
         return False
-    known = isinstance(given.attn_mask, CausalBias) or any(map(is_jagged, given.operands))
+    known = is_causal_bias(given.attn_mask) or any(map(is_jagged, given.operands))
     return not known or has_torch_function((None,))  # true for None: a mode is active
 
 
@@ -130,8 +136,8 @@ def _numbers(given: SdpaArguments) -> dict[str, Any]:
 
 
 def _masks(given: SdpaArguments, operands: Operands) -> tuple[Mask | None, Tensor | None]:
-    bias = given.attn_mask
-    if not isinstance(bias, CausalBias):
+    bias: Any = given.attn_mask
+    if not is_causal_bias(bias):
         return _TOP_LEFT if given.is_causal else None, bias
     sizes = (bias.seq_len_q, bias.seq_len_kv)
     if bias.variant.name == "UPPER_LEFT" or sizes[0] == sizes[1]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -105,7 +105,7 @@ def check(given: SdpaArguments) -> None:
     mask = given.attn_mask
     if mask is None:
         return
-    if isinstance(mask, CausalBias):
+    if is_causal_bias(mask):
         if given.is_causal:
             raise ValueError("CausalBias should not be used with causal=True")
         return
@@ -135,3 +135,11 @@ def is_jagged(x: Any) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():  # other subclasses are not asked for their layout
         return x.layout == torch.jagged
+
+
+def is_causal_bias(x: Any) -> bool:
+    """Whether this is torch's CausalBias; its module is not imported here, since that is slow."""
+    if type(x) in (Tensor, torch.nn.Parameter, type(None)):
+        return False
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(x, module.CausalBias)
