@@ -28,8 +28,17 @@ def check_contents(call: AttentionCall, q: Tensor, k: Tensor) -> None:
     On a CPU a ValueError names both numbers. On a device ``torch._assert_async`` stops the stream
     without a synchronisation, unless ``FLASHMOD_VALIDATE=1`` asks for the full message.
     """
-    on_host = q.device.type == "cpu" or os.environ.get("FLASHMOD_VALIDATE") == "1"
-    for check in _checks(call, q, k):
+    _enforce(_checks(call, q, k), q.device)
+
+
+def check_rates(thresholds: Tensor) -> None:
+    """The same for dropout thresholds alone."""
+    _enforce([_rates(thresholds)], thresholds.device)
+
+
+def _enforce(checks: list[_Check], device: torch.device) -> None:
+    on_host = device.type == "cpu" or os.environ.get("FLASHMOD_VALIDATE") == "1"
+    for check in checks:
         if not on_host:
             torch._assert_async(check.good.all(), check.rule + _MORE)
         elif not bool(check.good.all()):
@@ -43,14 +52,20 @@ def _checks(call: AttentionCall, q: Tensor, k: Tensor) -> list[_Check]:
         _Check(call.limits >= 0, "mask limits must be 0 or more", lambda _: _bad_limits(call)),
     ]
     if call.dropout_thresholds is not None:
-        good = call.dropout_thresholds >= 0
-        checks.append(_Check(good, "dropout_p must lie between 0 and 1", _bad_rate))
+        checks.append(_rates(call.dropout_thresholds))
     if call.attn_mask is not None:
-        sides = ((2, "queries", call.q_lengths), (3, "keys", call.kv_lengths))
-        for axis, name, lengths in sides:
-            if call.attn_mask.shape[axis] > 1:
-                checks.append(_covers(call.attn_mask.shape[axis], name, lengths))
+        sides = ((2, "queries", call.q_lengths, q), (3, "keys", call.kv_lengths, k))
+        for axis, name, lengths, x in sides:
+            size = call.attn_mask.shape[axis]
+            if size > 1:
+                checks.append(_covers(size, name, lengths))
+            if 1 < size == x.shape[1] and x.shape[0] < call.num_sequences:
+                checks.append(_local(size, name, lengths))
     return checks
+
+
+def _rates(thresholds: Tensor) -> _Check:
+    return _Check(thresholds >= 0, "dropout_p must lie between 0 and 1", _bad_rate)
 
 
 def _inside(name: str, starts: Tensor, lengths: Tensor, x: Tensor) -> _Check:
@@ -74,6 +89,19 @@ def _covers(size: int, name: str, lengths: Tensor) -> _Check:
         )
 
     return _Check(lengths <= size, f"attn_mask covers too few {name}", raise_bad)
+
+
+def _local(size: int, name: str, lengths: Tensor) -> _Check:
+    """One entry per packed token is what a mask of the unpacked batch would look like."""
+
+    def raise_bad(good: Tensor) -> None:
+        raise ValueError(
+            f"attn_mask has {size} {name}, one for every packed token, but the longest sequence "
+            f"has {int(lengths.max())}: with cu_seqlens it goes by positions within a sequence; "
+            "leave tokens out of cu_seqlens to hide them"
+        )
+
+    return _Check(lengths.max() == size, f"attn_mask counts packed {name}", raise_bad)
 
 
 def _bad_limits(call: AttentionCall) -> None:

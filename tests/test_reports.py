@@ -252,9 +252,12 @@ def test_linear_attention_838_boundaries_win_or_the_call_is_refused(backend):
     cu = torch.tensor([0, 3, 5], dtype=torch.int32)
     options = {"cu_seqlens_q": cu, "mask": Mask(causal=T), "backend": backend}
     close(flash_attention(q[0], k[0], v[0], **options)[..., 0], [0, 0.5, 1, 3, 3.5])
-    for keep in (torch.ones(1, 1, 1, 5).bool(), torch.tensor([T, T, T, T, F]).reshape(1, 1, 1, 5)):
-        with pytest.raises(NotImplementedError, match="attn_mask for packed input"):
+    for keep in (torch.ones(1, 5).bool(), torch.tensor([[T, T, T, T, F]])):
+        with pytest.raises(ValueError, match="has 5 keys, one for every packed token"):
             flash_attention(q[0], k[0], v[0], attn_mask=keep, **options)
+    keep = torch.tensor([T, F, T])  # by positions within a sequence it is taken
+    out = flash_attention(q[0], k[0], v[0], attn_mask=keep, **options)
+    close(out[..., 0], [0, 0, 1, 3, 3])
     m, x = FlashMultiheadAttention(4, 1), torch.randn(5, 4)
     with pytest.raises(ValueError, match="one of key_padding_mask, cu_seqlens and lengths"):
         m(x, cu_seqlens=cu, key_padding_mask=torch.zeros(5).bool())
