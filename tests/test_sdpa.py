@@ -423,9 +423,9 @@ def test_jagged_keys_and_values_must_agree():
         for e in (ends, ends.clone(), torch.tensor([0, 4, 8]), torch.tensor([0, 8]))
     )
     assert twin(x, same, same).shape == twin(x, x, same).shape == x.shape
-    with pytest.raises(RuntimeError, match="same lengths"):
+    with pytest.raises(ValueError, match="equal lengths"):
         twin(x, x, other)
-    with pytest.raises(RuntimeError, match="key holds 2 sequences, value 1"):
+    with pytest.raises(ValueError, match="k holds 2 sequences, v 1"):
         twin(x, x, fewer)
 
 

@@ -151,22 +151,7 @@ def _masks(given: SdpaArguments, operands: Operands) -> tuple[Mask | None, Tenso
 
 
 def _ragged(given: SdpaArguments) -> Tensor:
-    """Jagged (B, H, ragged, D): the buffers are packed sequences already."""
-    rows: list[Any] = [x.transpose(1, 2) for x in given.operands]
-    q, k, v = (x.values() for x in rows)
-    if rows[1].offsets() is not rows[2].offsets():
-        _same_ends(rows[1].offsets(), rows[2].offsets())
-    ends = [x.offsets().to(torch.int32) for x in rows[:2]]
-    out = flash_attention(
-        q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1],
-        mask=_TOP_LEFT if given.is_causal else None, **_numbers(given),
-    )  # fmt: skip
-    return torch.nested.nested_tensor_from_jagged(out, rows[0].offsets()).transpose(1, 2)
-
-
-def _same_ends(keys: Tensor, values: Tensor) -> None:
-    if keys.shape != values.shape:
-        raise RuntimeError(f"key holds {len(keys) - 1} sequences, value {len(values) - 1}")
-    torch._assert_async(
-        (keys == values).all(), "key and value must hold sequences of the same lengths"
-    )
+    """Jagged (B, H, ragged, D)."""
+    q, k, v = (x.transpose(1, 2) for x in given.operands)
+    mask = _TOP_LEFT if given.is_causal else None
+    return flash_attention(q, k, v, mask=mask, **_numbers(given)).transpose(1, 2)
