@@ -6,6 +6,7 @@ from types import ModuleType
 from . import measure
 from .attention import FlashMultiheadAttention
 from .dispatch import UnsupportedAttention
+from .dropout import dropout_mask
 from .functional import explain, flash_attention
 from .integrations.sdpa import scaled_dot_product_attention
 from .integrations.sdpa_routing import disable_sdpa, enable_sdpa, route_sdpa
@@ -22,6 +23,7 @@ __all__ = [
     "TileConfig",
     "UnsupportedAttention",
     "disable_sdpa",
+    "dropout_mask",
     "enable_sdpa",
     "explain",
     "flash_attention",

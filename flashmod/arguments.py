@@ -71,7 +71,7 @@ def prepare(
         alibi_slopes=slopes(alibi_slopes, q, count),
         q_labels=labels("labels of queries", q_labels, q),
         kv_labels=labels("labels of keys", kv_labels, k),
-        dropout_seed=_seed(dropout_seed, q.device) if rate or rates is not None else None,
+        dropout_seed=seed_tensor(dropout_seed, q.device) if rate or rates is not None else None,
         dropout_thresholds=rates,
         dropout_threshold=rate,
         align=int(mask.align == "bottom_right"),
@@ -158,7 +158,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) 
         )
 
 
-def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """0-d int64 on ``device``; drawn from torch's generator where None is given."""
     if seed is None:
         return torch.ops.flashmod.seed(device)
     if isinstance(seed, float):
