@@ -1,7 +1,7 @@
 """Exact, linear-memory attention for ragged batches on any machine."""
 
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 from . import measure
 from .attention import FlashMultiheadAttention
@@ -18,10 +18,12 @@ from .stats import AttentionStats
 __version__ = "0.1.0"
 __all__ = [
     "AttentionStats",
+    "Comparison",
     "FlashMultiheadAttention",
     "Mask",
     "TileConfig",
     "UnsupportedAttention",
+    "compare",
     "disable_sdpa",
     "dropout_mask",
     "enable_sdpa",
@@ -30,13 +32,16 @@ __all__ = [
     "mask_fn",
     "measure",
     "merge_attention",
+    "padding_report",
     "route_sdpa",
     "scaled_dot_product_attention",
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import ``flashmod.models`` and ``flashmod.report`` on first use; most programs need none."""
+def __getattr__(name: str) -> Any:
+    """Import on first use what most programs do not need."""
     if name in ("models", "report"):
         return import_module(f"{__name__}.{name}")
+    if name in ("Comparison", "compare", "padding_report"):
+        return getattr(import_module(f"{__name__}.comparison"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
