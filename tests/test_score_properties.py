@@ -7,8 +7,9 @@ import torch
 from cases import SEED, Inputs, ScoredOutput, cu_seqlens, run, same_document
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import random_bits
 
-from flashmod import Mask, TileConfig
+from flashmod import Mask, TileConfig, flash_attention
 
 BACKENDS = ("tiled", "triton")
 ROWS, KEYS = 13, 21
@@ -208,6 +209,19 @@ def test_every_token_has_its_own_rate(backend):
             assert torch.equal(
                 getattr(mixed, name)[index == i], getattr(alone, name)[index == i]
             ), p
+
+
+@backends
+def test_a_weight_falls_strictly_below_the_threshold_of_its_row(backend):
+    """Row i's rate is the very number that decides over key i, or one step more."""
+    x = inputs(heads=(1, 1))
+    eye = torch.eye(KEYS, dtype=torch.float64).expand(2, KEYS, KEYS)[:, :, None]
+    bits = [[int(random_bits(SEED, n, 0, i, i)) for i in range(ROWS)] for n in range(2)]
+    for more in (0, 1):
+        rates = (torch.tensor(bits) + more).double() / 65536
+        options = {"dropout_p": rates, "dropout_seed": SEED, "backend": backend, "tiles": TILES}
+        weights = flash_attention(x.q, x.k, eye, **options)[:, :, 0]
+        assert ((weights.diagonal(dim1=1, dim2=2) == 0) == bool(more)).all()
 
 
 @given(seed=seeds, tiles=st.tuples(st.integers(1, 20), st.integers(1, 30)))
