@@ -199,7 +199,7 @@ def test_packed_examples(backend):
     q, k, v = torch.randn(V, 5, H, D), torch.randn(V, 7, 1, D), torch.randn(V, 7, 1, D)
     cu_q = torch.tensor([[0, 3, 5, 5], [0, 0, 2, 4], [0, 1, 2, 5]]).int()
     cu_k = torch.tensor([[0, 3, 5, 7], [0, 1, 2, 5], [0, 1, 2, 2]]).int()
-    bias, sink = torch.randn(1, H, 5, 7), torch.randn(H)
+    bias, sink = torch.randn(1, H, 4, 4), torch.randn(H)
 
     def packed_loss(q, k, v, bias, sink, cu_q, cu_k):
         return loss(

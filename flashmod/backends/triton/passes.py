@@ -42,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Forward:
     out = q.new_zeros(batch, rows, heads, v.shape[-1])
     lse = q.new_full((batch, heads, rows), -math.inf, dtype=accumulate)
     # A weight of a row in no sequence, its sink's too, is exp2(... - inf) = 0.
-    saved = q.new_full((2, batch, heads, rows), math.inf, dtype=accumulate)
+    saved = q.new_full((batch, heads, 2, rows), math.inf, dtype=accumulate)
     tiles = forward_tiles(q, v, call)
     stats = stats_arg(call, q, tiles, accumulate)
     if out.numel() and call.num_sequences:
@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Forward:
         operands = Operands(tensor_arg(q), tensor_arg(k), tensor_arg(v), None)
         launch(
             forward_kernel, work.shape[0] * heads, tiles, q, k, v, call,
-            operands, tensor_arg(out), RowStats(_by_head(saved), lse), stats,
+            operands, tensor_arg(out), RowStats(saved, lse), stats,
             sequence_table(call, work, q, k), mask_arg(call, q.dtype),
             dropout_arg(call, q.dtype), score_arg(call), score_scale(call),
         )  # fmt: skip
@@ -75,7 +75,7 @@ def backward(
     if not (out.numel() and call.num_sequences):
         return grads
     batch, rows, heads, _ = q.shape
-    row_stats = RowStats(_by_head(saved), _delta(grad_out, grad_lse, out, saved.dtype))
+    row_stats = RowStats(saved, _delta(grad_out, grad_lse, out, saved.dtype))
     if call.sink is not None:
         grads = grads._replace(sink=_sink_gradient(call.sink, row_stats))
     if not k.numel():
@@ -128,12 +128,6 @@ def _bias_gradient(
     if result.shape != grad.shape:
         result = result.sum(1, keepdim=True)
     return result.to(grad.dtype)
-
-
-def _by_head(saved: Tensor) -> Tensor:
-    """The memory of (2, B, H, S), which only the kernels read, as they lay it out."""
-    _, batch, heads, rows = saved.shape
-    return saved.view(batch, heads, 2, rows)
 
 
 def _zero_bias(call: AttentionCall) -> Tensor | None:
