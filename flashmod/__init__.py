@@ -10,6 +10,7 @@ from .dropout import dropout_mask
 from .functional import explain, flash_attention
 from .integrations.sdpa import scaled_dot_product_attention
 from .integrations.sdpa_routing import disable_sdpa, enable_sdpa, route_sdpa
+from .integrations.torch_nn import restore_attention, swap_attention
 from .masks import Mask, mask_fn
 from .merging import merge_attention
 from .spec import TileConfig
@@ -33,8 +34,10 @@ __all__ = [
     "measure",
     "merge_attention",
     "padding_report",
+    "restore_attention",
     "route_sdpa",
     "scaled_dot_product_attention",
+    "swap_attention",
 ]
 
 

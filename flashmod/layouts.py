@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 class Tokens(NamedTuple):
     """Which rows of a batch are tokens; at most one field is given."""
 
-    key_padding_mask: Tensor | None  # (N, S), or (S,) unbatched, see TorchMasks
+    key_padding_mask: Tensor | None  # (N, S), or (S,) unbatched, see flashmod.torch_masks
     cu_seqlens: Tensor | None  # (N + 1,) int32
     lengths: Tensor | None  # (N,)
 
@@ -36,11 +36,6 @@ class Tokens(NamedTuple):
         batch_first: bool,
     ) -> None:
         """Refuse what does not fit, with torch's own messages where torch has one."""
-        if query.is_nested:
-            raise NotImplementedError(
-                "NestedTensor input is not supported yet: build nn.TransformerEncoder with "
-                "enable_nested_tensor=False"
-            )
         if sum(field is not None for field in self) > 1:
             raise ValueError(
                 "give one of key_padding_mask, cu_seqlens and lengths: each says where tokens are"
@@ -82,76 +77,6 @@ class Tokens(NamedTuple):
         return _each_once(lambda x: torch.where(valid, x, 0.0), *tensors)
 
 
-class TorchMasks(NamedTuple):
-    """Masks as torch's modules take them: bool, True = hidden, or numbers to add to the scores."""
-
-    key_padding_mask: Tensor | None  # (N, S), or (S,) unbatched
-    attn_mask: Tensor | None  # (L, S), or (N * H, L, S)
-
-    def merged(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Both as flash attention's ``attn_mask``: bool, True = visible, or a bias.
-
-        (N, 1, 1, S) for padding alone, (1, 1, L, S) or (N, H, L, S) for a mask of pairs, and their
-        broadcast for both.
-
-        Args:
-            q, k: (N, L, H, D) and (N, S, H_kv, D), or without N when packed; a mask of pairs then
-                goes by positions within a sequence.
-        """
-        masks = [m for m in (self._keys(k), self._pairs(q, k)) if m is not None]
-        if len(masks) < 2:
-            return masks[0] if masks else None
-        keys, pairs = masks
-        if keys.dtype == pairs.dtype == torch.bool:
-            return keys & pairs
-        if keys.dtype != torch.bool and pairs.dtype != torch.bool:
-            return keys + pairs
-        shown, bias = (keys, pairs) if keys.dtype == torch.bool else (pairs, keys)
-        return torch.where(shown, bias, float("-inf"))
-
-    def _keys(self, k: Tensor) -> Tensor | None:
-        mask = self.key_padding_mask
-        if mask is None:
-            return None
-        mask = _shown("key_padding_mask", mask).reshape(-1, mask.shape[-1])
-        for axis in (0, 1):
-            if mask.shape[axis] != k.shape[axis]:
-                raise AssertionError(
-                    f"Expected key_padded_mask.shape[{axis}] to be {k.shape[axis]}, "
-                    f"but got {mask.shape[axis]}"
-                )
-        return mask[:, None, None]
-
-    def _pairs(self, q: Tensor, k: Tensor) -> Tensor | None:
-        mask = self.attn_mask
-        if mask is None:
-            return None
-        shape, heads = tuple(mask.shape), q.shape[-2]
-        wanted: tuple[int | str, ...]
-        if q.dim() == 4:
-            sizes = (q.shape[1], k.shape[1])
-            wanted = sizes if mask.dim() == 2 else (q.shape[0] * heads, *sizes)
-            good = shape == wanted
-        else:
-            wanted = (f"N * {heads}", "longest", "longest")[3 - mask.dim() :]
-            good = mask.dim() == 2 or (mask.dim() == 3 and shape[0] % heads == 0)
-        if not good:
-            raise RuntimeError(
-                f"The shape of the {mask.dim()}D attn_mask is {shape}, but should be {wanted}."
-            )
-        mask = _shown("attn_mask", mask)
-        return mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (-1, heads))
-
-
-def _shown(name: str, mask: Tensor) -> Tensor:
-    """torch's mask with True = visible."""
-    if mask.dtype == torch.bool:
-        return torch.logical_not(mask)
-    if not mask.is_floating_point():
-        raise AssertionError(f"only bool and floating types of {name} are supported")
-    return mask
-
-
 def check_widths(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, kdim: int, vdim: int
 ) -> None:
@@ -160,13 +85,17 @@ def check_widths(
         raise AssertionError(
             f"was expecting embedding dimension of {embed_dim}, but got {query.shape[-1]}"
         )
+    together = kdim == vdim == embed_dim
+    if together and key.shape != value.shape:
+        raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
     if key.shape[:-1] != value.shape[:-1]:
         raise AssertionError(
-            f"key's sequence and batch dims {tuple(key.shape[:-1])} do not match value's "
-            f"{tuple(value.shape[:-1])}"
+            f"key's sequence and batch dims {key.shape[:-1]} do not match value's "
+            f"{value.shape[:-1]}"
         )
     if (key.shape[-1], value.shape[-1]) != (kdim, vdim):
-        raise AssertionError(
+        kind = RuntimeError if together else AssertionError
+        raise kind(
             f"was expecting key and value dimensions of {kdim} and {vdim}, "
             f"but got {key.shape[-1]} and {value.shape[-1]}"
         )
@@ -208,3 +137,55 @@ def _each_once(convert: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[T
         twins = [results[j] for j in range(i) if tensors[j] is x]
         results.append(twins[0] if twins else convert(x))
     return tuple(results)
+
+
+class Sequences(NamedTuple):
+    """Self-attention's NestedTensor (N, j, E) as packed rows."""
+
+    rows: Tensor  # (T, E)
+    cu_seqlens: Tensor  # (N + 1,) int32
+    offsets: Tensor | None  # of a jagged one
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tokens: Tokens,
+        parameters: Iterable[Tensor],
+    ) -> Sequences:
+        """Unpack the input of a module; a strided one only where no gradient is wanted."""
+        if not (query is key is value):
+            raise AssertionError(
+                "MultiheadAttention does not support NestedTensor but for self-attention: pass the "
+                "same one as query, key and value"
+            )
+        if query.dim() != 3:
+            raise AssertionError(f"a NestedTensor must be (N, j, E), got {query.dim()}-D")
+        if not tokens.rectangular:
+            raise AssertionError(
+                "a NestedTensor knows its lengths: leave key_padding_mask, cu_seqlens and lengths "
+                "out"
+            )
+        if query.layout == torch.jagged:
+            offsets: Tensor = query.offsets()  # type: ignore[attr-defined]
+            return cls(query.values(), offsets.int(), offsets)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, *parameters)):
+            raise AssertionError(
+                "MultiheadAttention does not support NestedTensor outside of its fast path. A "
+                "strided one has no gradient here, but grad is enabled and at least one of query "
+                "or the input/output projection weights or biases requires_grad: build it with "
+                "layout=torch.jagged"
+            )
+        parts = query.unbind()
+        ends = torch.tensor([0, *map(len, parts)]).cumsum(0)
+        rows = torch.cat(parts) if parts else query.new_empty(0, 0)
+        return cls(rows, ends.to(query.device, torch.int32), None)
+
+    def nest(self, rows: Tensor) -> Tensor:
+        """Rows (T, E) as a NestedTensor of the same kind and lengths."""
+        if self.offsets is not None:
+            return torch.nested.nested_tensor_from_jagged(rows, offsets=self.offsets)
+        sizes = self.cu_seqlens.diff().tolist()
+        return torch.nested.as_nested_tensor(list(rows.split(sizes)))

@@ -184,11 +184,17 @@ def test_a_whole_transformer_takes_all_masks_at_once():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_input_of_an_encoder_says_how_to_avoid_it():
-    model = nn.TransformerEncoder(encoder_layer(mask=WINDOW), 1).eval()
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="enable_nested_tensor=False"):
-        model(torch.randn(2, 5, E), src_key_padding_mask=padding)
+@pytest.mark.parametrize("kwargs", [{}, {"mask": WINDOW}, {"num_kv_heads": 1}], ids=str)
+def test_the_nested_tensor_of_an_encoder_is_ragged_self_attention(kwargs, calls):
+    model = nn.TransformerEncoder(encoder_layer(**kwargs), 2)
+    x, padding = torch.randn(2, 5, E), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    trained = model(x, src_key_padding_mask=padding)
+    calls.clear()
+    with torch.no_grad():
+        nested = model.eval()(x, src_key_padding_mask=padding)
+    assert len(calls) == (2 if kwargs else 0)
+    torch.testing.assert_close(nested[~padding], trained[~padding].detach())
+    assert (nested[padding] == 0).all()  # as in torch
 
 
 def test_compiles_without_a_break_and_once_for_all_lengths():

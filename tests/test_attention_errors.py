@@ -92,9 +92,6 @@ def test_constructor_refusals():
             nn.MultiheadAttention(*theirs)
         with pytest.raises(type(expected_error.value), match="embed_dim"):
             FlashMultiheadAttention(*theirs)
-    for name in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(NotImplementedError, match=name):
-            FlashMultiheadAttention(4, 2, **{name: True})
     for bad in (3, 0, -1, 8):
         with pytest.raises(
             ValueError, match=rf"num_kv_heads must divide num_heads, got {bad} and 4"
@@ -104,6 +101,13 @@ def test_constructor_refusals():
         FlashMultiheadAttention(16, 4, mask="causal")
     with pytest.raises(ValueError, match="kdim"):
         FlashMultiheadAttention(16, 4, num_kv_heads=2, kdim=3)
+    with pytest.raises(
+        TypeError, match=r"alibi must be True, False or a tensor of slopes, got 0\.5"
+    ):
+        FlashMultiheadAttention(16, 4, alibi=0.5)
+    for slopes in (torch.ones(3), torch.ones(4, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"alibi must be \(4,\) slopes without gradient, got"):
+            FlashMultiheadAttention(16, 4, alibi=slopes)
 
 
 def test_ragged_refusals():
@@ -118,9 +122,68 @@ def test_ragged_refusals():
         ours(x, cu_seqlens=cu_seqlens([3, 6]))
     with pytest.raises(AssertionError, match="embedding dimension of 12, but got 8"):
         ours(torch.randn(5, 2, 8))
-    with pytest.raises(AssertionError, match=r"batch dims \(5, 2\) do not match value's \(4, 2\)"):
-        ours(torch.randn(6, 2, E), torch.randn(5, 2, E), torch.randn(4, 2, E))
-    with pytest.raises(AssertionError, match="dimensions of 12 and 12, but got 12 and 11"):
-        ours(torch.randn(6, 2, E), torch.randn(5, 2, E), torch.randn(5, 2, E - 1))
-    with pytest.raises(NotImplementedError, match=r"NestedTensor.*enable_nested_tensor=False"):
-        ours(torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged), need_weights=F)
+
+
+SHAPES_THAT_TORCH_REFUSES = {
+    "query_axes": ((5, 2, 5, E), (5, 2, E), (5, 2, E)),
+    "key_axes": ((5, 2, E), (5, E), (5, 2, E)),
+    "unbatched_key_axes": ((5, E), (5, 2, E), (5, 2, E)),
+    "query_width": ((6, 2, E - 4), (5, 2, E), (5, 2, E)),
+    "value_length": ((6, 2, E), (5, 2, E), (4, 2, E)),
+    "value_width": ((6, 2, E), (5, 2, E), (5, 2, E - 1)),
+}
+
+
+@pytest.mark.parametrize(
+    "shapes", SHAPES_THAT_TORCH_REFUSES.values(), ids=SHAPES_THAT_TORCH_REFUSES
+)
+@pytest.mark.parametrize("separate", [F, T])
+def test_shapes_are_refused_with_torchs_type_and_words(shapes, separate):
+    inputs, errors = [torch.randn(shape) for shape in shapes], []
+    if separate:
+        inputs[1] = inputs[1][..., : E - 2]
+    for kind in (nn.MultiheadAttention, FlashMultiheadAttention):
+        with pytest.raises(AssertionError) as caught:
+            kind(E, H, kdim=E - 2 if separate else None)(*inputs)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1] or errors[0].startswith("expecting value weights shape")
+
+
+@pytest.mark.parametrize("kdim", [None, 5])
+def test_widths_that_the_projections_do_not_take(kdim):
+    inputs, errors = [torch.randn(shape) for shape in ((6, 2, E), (5, 2, 7), (5, 2, 7))], []
+    for kind in (nn.MultiheadAttention, FlashMultiheadAttention):
+        with pytest.raises((RuntimeError, AssertionError)) as caught:
+            kind(E, H, kdim=kdim, vdim=kdim)(*inputs)
+        errors.append(caught.value)
+    assert type(errors[0]) is type(errors[1])
+    assert f"of {kdim or E} and {kdim or E}, but got 7 and 7" in str(errors[1])
+
+
+def test_one_bias_without_the_other():
+    for name in ("bias_k", "bias_v"):
+        for kind in (nn.MultiheadAttention, FlashMultiheadAttention):
+            module = kind(E, H, add_bias_kv=True)
+            setattr(module, name, None)
+            with pytest.raises(AssertionError, match=name):
+                module(*[torch.randn(5, 2, E)] * 3)
+
+
+def test_nested_input_that_has_no_meaning():
+    ours, x = FlashMultiheadAttention(E, H, batch_first=True), torch.randn(7, E)
+    jagged = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+    with pytest.raises(AssertionError, match="NestedTensor but for self-attention"):
+        ours(jagged, x, x)
+    with pytest.raises(AssertionError, match="knows its lengths"):
+        ours(jagged, key_padding_mask=torch.zeros(2, 4).bool())
+    with pytest.raises(ValueError, match="no rectangular weights"):
+        ours(jagged, need_weights=T)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_has_no_gradient_as_in_torch():
+    strided = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(4, E)])
+    words = "does not support NestedTensor outside of its fast path.*or biases requires_grad"
+    for kind in (nn.MultiheadAttention, FlashMultiheadAttention):
+        with pytest.raises(AssertionError, match=words):
+            kind(E, 2, batch_first=True).eval()(*[strided] * 3)
