@@ -22,8 +22,9 @@ _BYPASS = (
     "called"
 )
 _DECODER = (
-    "a causal tgt_mask is an (L, L) matrix of numbers, and with tgt_key_padding_mask it is read "
-    "as one: swap_attention(model, causal=True) needs no matrix, but then drop tgt_mask"
+    "a causal tgt_mask is an (L, L) matrix; tgt_is_causal=True lets it go unread, but not beside "
+    "tgt_key_padding_mask. swap_attention(model.decoder, causal=True) needs none: leave tgt_mask "
+    "out then"
 )
 _TOP_LEFT = (
     "is_causal is top-left: query i sees keys 0 to i, also when lengths differ (a key cache). "
