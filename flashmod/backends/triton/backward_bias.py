@@ -38,9 +38,9 @@ def _accumulate(
     scores = head_scores(score, sequence, index, scale, LINEAR)
     head = Head(sequence, index, dropout, score, scores)
     for tile in tl.range(start, end, BLOCK_N):
-        grad, slope, k = tile_gradient(
+        grad, k = tile_gradient(
             q, grad_out, row_stats, query, keys, tile, head, mask,
-            HEAD_DIM, V_DIM, BLOCK_N, PRECISION, LINEAR, True,
+            HEAD_DIM, V_DIM, BLOCK_N, PRECISION, LINEAR, True, False,
         )  # fmt: skip
         total += grad
     return total

@@ -57,12 +57,9 @@ def delta_kernel(
 def tile_gradient(
     q, grad_out, row_stats, query, keys, tile, head, mask,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    LINEAR: tl.constexpr, MASKED: tl.constexpr,
+    LINEAR: tl.constexpr, MASKED: tl.constexpr, OF_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient (M, N) of a tile of logits, its factor for products, and the keys (N, D).
-
-    The factor, the derivative of the soft cap, is of no use without one.
-    """
+    """The gradient (M, N) of a tile of logits, or OF_PRODUCTS before cap, and the keys (N, D)."""
     row_max, log_sum, delta = row_stats
     acc: tl.constexpr = row_max.dtype
     kv_idx = tile + tl.arange(0, BLOCK_N)
@@ -84,9 +81,11 @@ def tile_gradient(
             factor = factor[:, None]
         grad = tl.where(keep, grad * factor, 0.0)
     grad = weights * (grad - delta[:, None])
+    if OF_PRODUCTS and head.arg.cap is not None:
+        grad *= slope
     if MASKED:
         grad = tl.where(seen, grad, 0.0)
-    return grad, slope, k
+    return grad, k
 
 
 @triton.jit
@@ -97,12 +96,10 @@ def _accumulate(
 ):  # fmt: skip
     """Add the gradients that key tiles [start, end) send to a query tile."""
     for tile in tl.range(start, end, BLOCK_N):
-        grad, slope, k = tile_gradient(
+        grad, k = tile_gradient(
             q, grad_out, row_stats, query, keys, tile, head, mask,
-            HEAD_DIM, V_DIM, BLOCK_N, PRECISION, LINEAR, MASKED,
+            HEAD_DIM, V_DIM, BLOCK_N, PRECISION, LINEAR, MASKED, True,
         )  # fmt: skip
-        if head.arg.cap is not None:
-            grad *= slope
         dq = tl.dot(grad.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=dq.dtype)
     return dq
 
