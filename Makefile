@@ -56,6 +56,9 @@ sweep: setup  ## sweep sequence lengths; one record and one W&B run each
 report: setup  ## write one HTML page over all runs in runs/ (ARGS=DIR for another folder)
 	$(BIN)/flashmod-report $(or $(ARGS),runs)
 
+verify: setup  ## measure the library against its targets; a table, runs/verify/ (minutes)
+	$(BIN)/flashmod-verify $(ARGS)
+
 test: setup  ## run the fast tests
 	$(PYTEST) -m "not slow" $(ARGS)
 
@@ -83,4 +86,4 @@ $(STAMP): pyproject.toml constraints.txt $(STALE)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c $(CONSTRAINTS) $(PIP_ARGS)
 	@echo '$(WANTED)' > $@
 
-.PHONY: help setup train sweep report test test-all lint format clean stale
+.PHONY: help setup train sweep report verify test test-all lint format clean stale
