@@ -65,6 +65,9 @@ test: setup  ## run the fast tests
 test-all: setup  ## run every test that this machine can run
 	$(PYTEST) $(ARGS)
 
+golden: setup  ## record the instructions of the kernels' main loops, which a test compares
+	env -u TRITON_INTERPRET $(BIN)/python -m flashmod.kernel_report --golden tests/golden_sm90.json
+
 lint: setup  ## check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -86,4 +89,4 @@ $(STAMP): pyproject.toml constraints.txt $(STALE)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' -c $(CONSTRAINTS) $(PIP_ARGS)
 	@echo '$(WANTED)' > $@
 
-.PHONY: help setup train sweep report verify test test-all lint format clean stale
+.PHONY: help setup train sweep report verify test test-all golden lint format clean stale

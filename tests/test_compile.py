@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,17 +20,23 @@ HALF = ("float16", "bfloat16")
 FAST = [
     # target, variants, dtypes, head dimensions
     ("sm_80", "plain", "bfloat16", "64"),
-    ("sm_90", "plain mask_fn dropout key_mask", "bfloat16", "64"),
-    ("sm_90", "plain", "float32 float64", "16"),
+    ("sm_90", "plain key_mask pair_bias dropout everything", "bfloat16", "64"),
+    ("sm_90", "plain everything", "float64", "16"),
+    ("sm_90", "plain", "float32", "16"),
     ("sm_100", "plain", "bfloat16", "64"),
     ("gfx942", "plain", "bfloat16", "64"),
 ]
-EVERY_VARIANT = "plain mask_fn dropout key_mask"
+EVERY_VARIANT = (
+    "plain mask_fn labels key_mask key_bias pair_mask pair_bias softcap alibi sink dropout "
+    "dropout_rates stats everything"
+)
+WITH_BIAS_GRADIENT = {"key_bias", "pair_bias", "everything"}
 SLOW = [
     (target, EVERY_VARIANT, dtype, dims)
     for target in ("sm_80", "sm_90", "sm_100", "gfx942")
     for dtype, dims in (("float16", "64 128 256"), ("float32", "64"), ("float64", "64"))
 ]
+GOLDEN = Path(__file__).parent / "golden_sm90.json"
 
 
 def run_python(*arguments):
@@ -46,8 +53,8 @@ def check_report(target, variants, dtypes, head_dims):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = list(csv.DictReader(done.stdout.splitlines(), delimiter="\t"))
-    combinations = len(variants.split()) * len(dtypes.split()) * len(head_dims.split())
-    assert len(rows) == 4 * combinations
+    kernels = sum(5 if name in WITH_BIAS_GRADIENT else 4 for name in variants.split())
+    assert len(rows) == kernels * len(dtypes.split()) * len(head_dims.split())
     for row in rows:
         assert row["note"] == "ok", row
         if row["kernel"] == "delta":
@@ -70,6 +77,22 @@ def test_every_variant_compiles_and_fits(request_):
     check_report(*request_)
 
 
+def test_the_report_names_every_variant():
+    from flashmod.kernel_report.cases import VARIANTS
+
+    assert EVERY_VARIANT.split() == list(VARIANTS)
+
+
+def test_no_feature_costs_a_plain_call_an_instruction(tmp_path):
+    """The main loops of all kernels, bfloat16 on sm_90: `make golden` records them anew."""
+    golden = json.loads(GOLDEN.read_text())
+    if triton.__version__ != golden["triton"]:
+        pytest.skip(f"recorded with Triton {golden['triton']}, here is {triton.__version__}")
+    done = run_python("-m", "flashmod.kernel_report", "--golden", str(tmp_path / "now.json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "now.json").read_text()) == golden
+
+
 COUNT_COMPILES = """
 import json, torch
 from flashmod import Mask, TileConfig
@@ -79,8 +102,8 @@ from flashmod.kernel_report import TARGETS, compiling_for
 
 def launch(q, k, **kwargs):
     ready = prepare(q, k, k, tiles=TileConfig(16, 16, 4, 1), **kwargs)
-    out, lse, stats = backend.forward(ready.q, ready.k, ready.v, ready.call)
-    backend.backward(out, None, ready.q, ready.k, ready.v, out, stats, ready.call)
+    out, _, saved, *_ = backend.forward(*ready)
+    backend.backward(out, None, ready.q, ready.k, ready.v, out, saved, ready.call, False)
 
 def counts(calls):
     kernels = {}

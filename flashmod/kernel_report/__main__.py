@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from . import TARGETS, Compiled, Facts, compiling_for, read, require_compiler
 
@@ -21,12 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variant", nargs="+", default=["plain"])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--golden", type=Path, help="write the record of plain main loops there")
     options = parser.parse_args(argv)
     try:
         require_compiler()
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
+    if options.golden:
+        from .golden import write
+
+        write(options.golden)
+        return 0
     failed = False
     print("\t".join(_COLUMNS.split()), flush=True)
     for line, good in _lines(options):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 
@@ -15,6 +16,7 @@ from .offline import Compiled, Target
 _TENSOR_CORE = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma_")
 _TRAP = re.compile(r"^\s*(?:@%p\d+\s+)?trap;|^\s*s_trap", re.MULTILINE)
 _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
+_Instruction = tuple[int, str, str]  # address, name, operands
 
 
 class Facts(NamedTuple):
@@ -66,27 +68,45 @@ def _amd(text: str) -> tuple[int, int, int | None]:
 
 
 def _nvidia(cubin: bytes) -> tuple[int, int, int | None]:
+    usage, instructions = _disassemble(cubin)
+    found = re.search(r"REG:(\d+)", usage)
+    return (
+        int(found[1]) if found else 0,
+        _spills(instructions),
+        sum(map(_spills, _main_loops(instructions))),
+    )
+
+
+def main_loops(compiled: Compiled) -> list[dict[str, int]]:
+    """How often every instruction stands in each main loop of a kernel for NVIDIA, in order.
+
+    Main loops are the innermost ones with tensor-core instructions.
+    """
+    _, instructions = _disassemble(compiled.kernel.asm["cubin"])
+    counts = (Counter(op for _, op, _ in loop) for loop in _main_loops(instructions))
+    return [dict(sorted(count.items())) for count in counts]
+
+
+def _disassemble(cubin: bytes) -> tuple[str, list[_Instruction]]:
+    """What cuobjdump says of resources, and (address, name, operands) of every instruction."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage, sass = _cuobjdump("-res-usage", file.name), _cuobjdump("-sass", file.name)
-    found = re.search(r"REG:(\d+)", usage)
-    instructions = [
-        (int(m[1], 16), m[2].split(".")[0], m[3]) for m in map(_SASS.match, sass.splitlines()) if m
-    ]
+    matches = map(_SASS.match, sass.splitlines())
+    return usage, [(int(m[1], 16), m[2].split(".")[0], m[3]) for m in matches if m]
+
+
+def _main_loops(instructions: list[_Instruction]) -> list[list[_Instruction]]:
     loops = _innermost_loops(instructions)
-    return (
-        int(found[1]) if found else 0,
-        _spills(instructions),
-        sum(_spills(loop) for loop in loops if any("MMA" in op for _, op, _ in loop)),
-    )
+    return [loop for loop in loops if any("MMA" in op for _, op, _ in loop)]
 
 
-def _spills(instructions: list[tuple[int, str, str]]) -> int:
+def _spills(instructions: list[_Instruction]) -> int:
     return sum(op in ("LDL", "STL") for _, op, _ in instructions)
 
 
-def _innermost_loops(instructions: list[Any]) -> list[list[Any]]:
+def _innermost_loops(instructions: list[_Instruction]) -> list[list[_Instruction]]:
     """Stretches between a backward branch and its target that hold no other such stretch."""
     place = {address: i for i, (address, _, _) in enumerate(instructions)}
     loops = set()
@@ -95,7 +115,7 @@ def _innermost_loops(instructions: list[Any]) -> list[list[Any]]:
         if goal and int(goal[1], 16) < address and int(goal[1], 16) in place:
             loops.add((place[int(goal[1], 16)], i))
     inner = [a for a in loops if not any(b != a and b[0] >= a[0] and b[1] <= a[1] for b in loops)]
-    return [instructions[begin : end + 1] for begin, end in inner]
+    return [instructions[begin : end + 1] for begin, end in sorted(inner)]
 
 
 def _cuobjdump(option: str, path: str) -> str:

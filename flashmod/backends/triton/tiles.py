@@ -65,13 +65,34 @@ def choose(kernel: str, head_dim: int, dtype: torch.dtype, call: AttentionCall) 
     if kernel == "dbias":  # dq that also holds the sum of a whole tile
         tiles = choose("dq", head_dim, dtype, call)
         return tiles._replace(block_m=min(tiles.block_m, 64), block_n=min(tiles.block_n, 64))
-    tiles = TileConfig(*_smallest(_HALF[_family(architecture())][kernel], head_dim))
-    if not call.mask_fn:
-        return tiles
-    # A mask function needs registers for every pair: shorter steps along the loop.
+    family = _family(architecture())
+    tiles = TileConfig(*_smallest(_HALF[family][kernel], head_dim))
+    return _lightened(tiles, kernel, family, call)
+
+
+def _lightened(tiles: TileConfig, kernel: str, family: str, call: AttentionCall) -> TileConfig:
+    """Shorter steps along the loop where what the call asks for would spill registers in it.
+
+    What is read or computed for every pair needs registers of its own: a mask or bias most, then
+    one per key, then dropout and ALiBi.
+    """
+    mask = call.attn_mask
+    pairs = bool(call.mask_fn) or (mask is not None and mask.shape[2] > 1)
+    keys = mask is not None and not pairs
+    busy = call.dropout_seed is not None or call.alibi_slopes is not None
+    ampere, hopper = family == "sm_80", family in ("sm_90", "sm_100")
+    step = 128
+    if pairs or (keys and ampere):
+        step = 32
+    elif (keys and hopper) or (busy and family == "sm_100"):
+        step = 64
     if kernel == "dkv":
-        return tiles._replace(block_m=min(tiles.block_m, 32))
-    return tiles._replace(block_n=min(tiles.block_n, 32))
+        rows = 32 if step < 128 else 128
+        columns = 64 if ampere and step == 32 else 128
+        return tiles._replace(block_m=min(tiles.block_m, rows), block_n=min(tiles.block_n, columns))
+    if ampere and step == 32:  # 16 rows per warp
+        tiles = tiles._replace(block_m=min(tiles.block_m, 16 * tiles.num_warps))
+    return tiles._replace(block_n=min(tiles.block_n, step))
 
 
 def table() -> dict[str, TileConfig]:
