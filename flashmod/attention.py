@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from .extra_keys import ExtraKeys
 from .functional import flash_attention, prepare
-from .layouts import Layout, Sequences, Tokens, check_widths
+from .layouts import Layout, Tokens, check_widths
 from .masks import Mask
+from .nested_input import unnest
 from .ops import draw_seed
 from .options import OptionalFeatures, Options
 from .reference import call_weights
@@ -90,8 +91,8 @@ class FlashMultiheadAttention(OptionalFeatures):
 
         Args:
             query, key, value: (L, N, E), (N, L, E) with ``batch_first``, or unbatched (L, E), as in
-                torch; (T, E) packed with ``cu_seqlens``; or one NestedTensor (N, j, E), strided
-                only where no gradient is wanted. key and value default to query.
+                torch; (T, E) packed with ``cu_seqlens``; or NestedTensors (N, j, E), strided only
+                for self-attention without gradient. key and value default to query.
             key_padding_mask: (N, S), True = hidden key, or numbers added to the scores of each key.
                 Limits keys only, as in torch.
             need_weights: also return the attention weights, quadratic in memory. Default: True, as
@@ -115,11 +116,9 @@ class FlashMultiheadAttention(OptionalFeatures):
         key = query if key is None else key
         value = key if value is None else value
         tokens = Tokens(key_padding_mask, cu_seqlens, lengths)
-        nested = None
-        if query.is_nested or key.is_nested or value.is_nested:
-            nested = Sequences.of(query, key, value, tokens, self.parameters())
-            query = key = value = nested.rows
-            tokens = tokens._replace(cu_seqlens=nested.cu_seqlens)
+        nested = unnest(query, key, value, tokens, self.parameters())
+        if nested is not None:
+            (query, key, value), tokens = nested.rows, nested.tokens
         if need_weights is None or self.need_weights is False:
             need_weights = self.need_weights is None and not tokens.packed
         tokens.check(query, key, value, attn_mask, self.num_heads, self.batch_first)
@@ -133,6 +132,7 @@ class FlashMultiheadAttention(OptionalFeatures):
             "mask": self._mask(causal, q.shape[-3], k.shape[-3]),
             "attn_mask": TorchMasks(key_padding_mask, attn_mask).merged(q, k),
             "cu_seqlens_q": tokens.cu_seqlens,
+            "cu_seqlens_k": tokens.cu_seqlens_k,
             "lengths_q": lengths,
             "lengths_k": lengths,
             "softcap": self.softcap,

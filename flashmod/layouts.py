@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ class Tokens(NamedTuple):
     key_padding_mask: Tensor | None  # (N, S), or (S,) unbatched, see flashmod.torch_masks
     cu_seqlens: Tensor | None  # (N + 1,) int32
     lengths: Tensor | None  # (N,)
+    cu_seqlens_k: Tensor | None = None  # (N + 1,) int32 of the keys, where they have their own
 
     @property
     def packed(self) -> bool:
@@ -36,7 +37,7 @@ class Tokens(NamedTuple):
         batch_first: bool,
     ) -> None:
         """Refuse what does not fit, with torch's own messages where torch has one."""
-        if sum(field is not None for field in self) > 1:
+        if sum(field is not None for field in self[:3]) > 1:
             raise ValueError(
                 "give one of key_padding_mask, cu_seqlens and lengths: each says where tokens are"
             )
@@ -48,7 +49,8 @@ class Tokens(NamedTuple):
             if query.dim() != 3 - self.packed:
                 layout = "packed (T, E)" if self.packed else "batched, 3-D"
                 raise ValueError(f"{name} needs {layout} input, got shape {tuple(query.shape)}")
-            if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
+            own_keys = self.cu_seqlens_k is not None
+            if not own_keys and not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
                 raise ValueError(
                     f"{name} describes self-attention, but query, key and value have shapes "
                     f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
@@ -68,13 +70,15 @@ class Tokens(NamedTuple):
         What lies there, NaN perhaps, must not reach the weight gradients.
         """
         rows = torch.arange(tensors[0].shape[-2], device=tensors[0].device)
+        if self.cu_seqlens_k is not None:
+            return tensors  # from NestedTensors, which have none
         if self.cu_seqlens is not None:
             valid = (rows < self.cu_seqlens[-1:])[:, None]
         elif self.lengths is not None:
             valid = (rows < self.lengths.to(rows.device)[:, None])[..., None]
         else:
             return tensors
-        return _each_once(lambda x: torch.where(valid, x, 0.0), *tensors)
+        return each_once(lambda x: torch.where(valid, x, 0.0), *tensors)
 
 
 def check_widths(
@@ -118,7 +122,7 @@ class Layout(NamedTuple):
         return x if self.packed or self.batched else x[None]
 
     def enter_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _each_once(self.enter, *tensors)
+        return each_once(self.enter, *tensors)
 
     def leave(self, x: Tensor) -> Tensor:
         if self.swapped:
@@ -129,7 +133,7 @@ class Layout(NamedTuple):
         return weights if weights is None or self.batched else weights[0]
 
 
-def _each_once(convert: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+def each_once(convert: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Convert each; the same object stays the same object, so that one projection serves all."""
     # `is` rather than id(), on which torch.compile would guard: a new graph for every input.
     results: list[Tensor] = []
@@ -137,55 +141,3 @@ def _each_once(convert: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[T
         twins = [results[j] for j in range(i) if tensors[j] is x]
         results.append(twins[0] if twins else convert(x))
     return tuple(results)
-
-
-class Sequences(NamedTuple):
-    """Self-attention's NestedTensor (N, j, E) as packed rows."""
-
-    rows: Tensor  # (T, E)
-    cu_seqlens: Tensor  # (N + 1,) int32
-    offsets: Tensor | None  # of a jagged one
-
-    @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tokens: Tokens,
-        parameters: Iterable[Tensor],
-    ) -> Sequences:
-        """Unpack the input of a module; a strided one only where no gradient is wanted."""
-        if not (query is key is value):
-            raise AssertionError(
-                "MultiheadAttention does not support NestedTensor but for self-attention: pass the "
-                "same one as query, key and value"
-            )
-        if query.dim() != 3:
-            raise AssertionError(f"a NestedTensor must be (N, j, E), got {query.dim()}-D")
-        if not tokens.rectangular:
-            raise AssertionError(
-                "a NestedTensor knows its lengths: leave key_padding_mask, cu_seqlens and lengths "
-                "out"
-            )
-        if query.layout == torch.jagged:
-            offsets: Tensor = query.offsets()  # type: ignore[attr-defined]
-            return cls(query.values(), offsets.int(), offsets)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, *parameters)):
-            raise AssertionError(
-                "MultiheadAttention does not support NestedTensor outside of its fast path. A "
-                "strided one has no gradient here, but grad is enabled and at least one of query "
-                "or the input/output projection weights or biases requires_grad: build it with "
-                "layout=torch.jagged"
-            )
-        parts = query.unbind()
-        ends = torch.tensor([0, *map(len, parts)]).cumsum(0)
-        rows = torch.cat(parts) if parts else query.new_empty(0, 0)
-        return cls(rows, ends.to(query.device, torch.int32), None)
-
-    def nest(self, rows: Tensor) -> Tensor:
-        """Rows (T, E) as a NestedTensor of the same kind and lengths."""
-        if self.offsets is not None:
-            return torch.nested.nested_tensor_from_jagged(rows, offsets=self.offsets)
-        sizes = self.cu_seqlens.diff().tolist()
-        return torch.nested.as_nested_tensor(list(rows.split(sizes)))

@@ -65,11 +65,12 @@ def _sequences(q: Any, k: Any, v: Any, kwargs: dict[str, Any]) -> dict[str, Tens
             raise TypeError(f"{name} must not be a NestedTensor: pass its values()")
     keys, values = k.offsets(), v.offsets()
     if keys is not values:
-        _check_equal(keys, values)
+        check_equal_offsets(keys, values)
     return {"cu_seqlens_q": q.offsets().int(), "cu_seqlens_k": keys.int()}
 
 
-def _check_equal(keys: Tensor, values: Tensor) -> None:
+def check_equal_offsets(keys: Tensor, values: Tensor) -> None:
+    """Refuse keys and values that are not sequences of the same lengths."""
     message = "k and v must hold sequences of equal lengths, but their offsets differ"
     if keys.shape != values.shape:
         raise ValueError(f"k holds {len(keys) - 1} sequences, v {len(values) - 1}")

@@ -8,57 +8,18 @@ import pickle
 import pytest
 import torch
 from cases import cu_seqlens
+from module_pairs import E, H, as_numbers, compare, hiding, pair, with_gradient
 from torch import nn
 
 from flashmod import FlashMultiheadAttention, Mask, TileConfig, attention
 
-E, H = 12, 3
 F, T = False, True
 
 
-def pair(**kwargs):
-    """torch's module and ours with the same weights, dropout off."""
-    theirs = nn.MultiheadAttention(E, H, **kwargs)
-    for name, p in theirs.named_parameters():
-        if "bias" in name:
-            nn.init.normal_(p)
-    ours = FlashMultiheadAttention(E, H, **kwargs)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    return theirs, ours
-
-
-def compare(theirs, ours, *inputs, atol=2e-6, **kwargs):
-    """Outputs, weights and all gradients agree."""
-    results = []
-    for module in (theirs, ours):
-        module.zero_grad()
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        options = {name: with_gradient(x) for name, x in kwargs.items()}
-        out, weights = module(*leaves, **options)
-        loss = out.sin().sum() + (0 if weights is None else weights.cos().sum())
-        loss.backward()
-        masks = [x for x in options.values() if isinstance(x, torch.Tensor)]
-        learned = (*leaves, *module.parameters(), *masks)
-        results.append((out, weights, *(x.grad for x in learned)))
-    for a, b in zip(*results, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert a.shape == b.shape and a.dtype == b.dtype
-            torch.testing.assert_close(
-                b, a, rtol=1e-5, atol=max(atol, 2e-6 * float(a.detach().abs().max()))
-            )
-
-
-def with_gradient(x):
-    """A float mask as a leaf of its own; anything else as it is."""
-    floating = isinstance(x, torch.Tensor) and x.is_floating_point()
-    return x.detach().clone().requires_grad_() if floating else x
-
-
+EXTRA = ("add_bias_kv", "add_zero_attn")
 CONSTRUCTORS = [
-    dict(zip(("bias", "batch_first", "kdim", "vdim"), row, strict=True))
-    for row in itertools.product((T, F), (T, F), (None, 5), (None, 7))
+    dict(zip(("bias", "batch_first", "kdim", "vdim", *EXTRA), row, strict=True))
+    for row in itertools.product((T, F), (T, F), (None, 5), (None, 7), (T, F), (T, F))
 ]
 
 
@@ -72,8 +33,10 @@ def test_parameters_and_initial_values_are_torchs(kwargs):
     assert isinstance(ours, nn.MultiheadAttention)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     assert all(map(torch.equal, theirs.state_dict().values(), ours.state_dict().values()))
-    names = "embed_dim kdim vdim num_heads head_dim dropout batch_first _qkv_same_embed_dim"
-    assert all(getattr(theirs, name) == getattr(ours, name) for name in names.split())
+    names = "embed_dim kdim vdim num_heads head_dim dropout batch_first add_zero_attn"
+    names = [*names.split(), "_qkv_same_embed_dim"]
+    assert all(getattr(theirs, name) == getattr(ours, name) for name in names)
+    assert [n for n, _ in theirs.named_buffers()] == [n for n, _ in ours.named_buffers()] == []
     assert type(theirs.out_proj) is type(ours.out_proj)
 
 
@@ -87,17 +50,6 @@ def test_cross_attention_equals_torch(kwargs, need_weights):
     padding = torch.tensor([[F, F, T, F, F, F, T], [T, F, F, F, F, F, F]])
     for mask in (None, padding, torch.zeros(2, 7).masked_fill(padding, -torch.inf)):
         compare(theirs, ours, *inputs, key_padding_mask=mask, need_weights=need_weights)
-
-
-def hiding(*shape):
-    """bool, True = hidden; every row keeps its first key."""
-    hidden = torch.rand(shape) > 0.5
-    hidden[..., 0] = False
-    return hidden
-
-
-def as_numbers(hidden):
-    return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
 ATTN_MASKS = {

@@ -169,15 +169,21 @@ def test_one_bias_without_the_other():
                 module(*[torch.randn(5, 2, E)] * 3)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_input_that_has_no_meaning():
     ours, x = FlashMultiheadAttention(E, H, batch_first=True), torch.randn(7, E)
     jagged = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
-    with pytest.raises(AssertionError, match="NestedTensor but for self-attention"):
+    with pytest.raises(AssertionError, match="NestedTensor beside other tensors"):
         ours(jagged, x, x)
     with pytest.raises(AssertionError, match="knows its lengths"):
         ours(jagged, key_padding_mask=torch.zeros(2, 4).bool())
     with pytest.raises(ValueError, match="no rectangular weights"):
         ours(jagged, need_weights=T)
+    other = torch.nested.nested_tensor([x[:4], x[4:]], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"equal lengths.*\[0, 3, 7\] and \[0, 4, 7\]"):
+        ours(jagged, jagged, other)
+    with pytest.raises(AssertionError, match="unbatched 2D or batched 3D tensor but received 1-D"):
+        ours(torch.nested.nested_tensor([]))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -187,3 +193,5 @@ def test_a_strided_nested_tensor_has_no_gradient_as_in_torch():
     for kind in (nn.MultiheadAttention, FlashMultiheadAttention):
         with pytest.raises(AssertionError, match=words):
             kind(E, 2, batch_first=True).eval()(*[strided] * 3)
+    with torch.no_grad(), pytest.raises(AssertionError, match="but for self-attention"):
+        FlashMultiheadAttention(E, 2)(strided, strided, strided.clone())
