@@ -318,6 +318,8 @@ def test_kernels_are_interpreted_where_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "triton", object())
     assert "TRITON_INTERPRET=1" in context.find_runners()[1].missing
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it cannot be imported
+    assert not context.find_runners()[1].missing and os.environ.pop("TRITON_INTERPRET") == "1"
 
 
 def test_list_and_usage(tmp_path, capsys):

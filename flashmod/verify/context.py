@@ -62,7 +62,7 @@ def find_runners() -> tuple[Runner, ...]:
     """
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if not interpreted and not torch.cuda.is_available():
-        if "triton" in sys.modules:
+        if sys.modules.get("triton") is not None:
             why = "it was imported before TRITON_INTERPRET=1 was set: set it outside"
             return _runner("tiled", "cpu"), Runner("triton", "cpu", why)
         os.environ["TRITON_INTERPRET"] = "1"
