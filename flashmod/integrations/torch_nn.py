@@ -46,7 +46,7 @@ class SwapReport:
 
     swapped: list[Layer] = field(default_factory=list)
     skipped: list[Layer] = field(default_factory=list)
-    doors: list[str] = field(default_factory=list)  # where to go when nothing was swapped
+    doors: list[str] = field(default_factory=list)  # where to go when nothing is swapped
 
     def __len__(self) -> int:
         return len(self.swapped)
@@ -61,7 +61,7 @@ class SwapReport:
             mark = f" [{', '.join(marks)}]" if marks else ""
             lines.append(f"  {layer.name:{width}}  {layer.outcome}{mark}")
         lines += [f"  [{number}] {note}" for note, number in legend.items()]
-        if not self.swapped:
+        if self.doors:
             lines.append("  no nn.MultiheadAttention was swapped; other doors:")
             lines += [f"    {door}" for door in self.doors]
         return "\n".join(lines)
@@ -133,10 +133,10 @@ def swap_attention(
         module = _convert(found.module, options._replace(mask=None) if unmasked else options)
         notes = ((_UNMASKED,) if unmasked else ()) + _notes(module, found.parent)
         report.swapped.append(Layer(found.title, f"swapped ({_heads(module)})", notes))
-    if not report.swapped:
+    if not any(isinstance(module, _FLASH) for module in model.modules()):
         report.doors = doors_for(model)
     if _is_first_rank():
-        logger.log(logging.INFO if report.swapped else logging.WARNING, "%s", report)
+        logger.log(logging.WARNING if report.doors else logging.INFO, "%s", report)
     return report
 
 
