@@ -66,7 +66,13 @@ def parser() -> argparse.ArgumentParser:
     add("--eval", action="store_true", help="eval mode (default: the mode it comes in)")
     add("--seed", type=int, default=0)
     add("--repeats", type=int, default=5, help="timed steps on each side (default: 5)")
-    add("--time-limit", type=float, default=30.0, metavar="S", help="of the float64 copy")
+    add(
+        "--time-limit",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="of the float64 copy, and of the timed steps",
+    )
     add("-o", "--output", metavar="DIR", help="default: runs/compare/<time>")
     add("--version", action="version", version=_version())
     return result

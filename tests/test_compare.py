@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -273,6 +274,40 @@ def test_nothing_to_swap_names_the_door():
         compare(model, 3.0)
     with pytest.raises(ValueError, match="repeats"):
         compare(model, torch.randn(1, 2), repeats=0)
+
+
+def test_a_swapped_model_is_told_to_be_one():
+    model, batch = small("vit_block")
+    flashmod.swap_attention(model)
+    with pytest.raises(ValueError, match="flash attention already"):
+        compare(model, batch, **QUICK)
+
+
+def test_a_kink_that_rounding_decides_is_told_and_leaves_the_median():
+    """The unit's input is 0 but for rounding, so float64 may see it on the other side."""
+
+    class Kinked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = small("vit_block")[0]
+            self.scale, self.unit = nn.Parameter(torch.tensor(0.1)), nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.unit.weight)
+
+        def forward(self, x):
+            third = self.scale * 3 - torch.full_like(self.scale, 0.3)
+            return self.block(x), self.unit(F.relu(third.view(1, 1) * 1e8))
+
+    model = Kinked()
+    found = compare(model, torch.randn(2, 7, E), **QUICK)
+    assert found.gradient_error.before > 1e-2 and found.median_error.after < 1e-5
+    assert "ReLU" in str(found)
+
+
+def test_few_steps_are_timed_where_they_are_slow():
+    slow = small("vit_block")[0]
+    slow.register_forward_hook(lambda *_: time.sleep(0.1))
+    found = compare(slow, torch.randn(2, 7, E), repeats=50, time_limit_s=0.5)
+    assert found.setting.repeats < 10
 
 
 def test_what_counts_as_dropout():

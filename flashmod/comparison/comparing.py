@@ -24,6 +24,8 @@ from .state import Contents, Structure, restored
 from .steps import Loss, Result, Step
 
 _WIDER = 2.0  # float64 costs about so much more time than float32 on a CPU
+_ROUGH = 1e-4  # an error of float32 gradients that rounding alone does not explain
+_CALL_LIMIT_S = 10.0  # for checking one attention call, and for its dense twin
 _SWAPS = ("mask", "causal", "window")  # options that change what a model computes
 
 
@@ -51,9 +53,9 @@ def compare(
         loss_fn: from ``output``, or from ``output, batch``, to one number. By default the output's
             own ``loss``, or all its floats weighted by seeded noise.
         seed: of the random numbers of every step.
-        repeats: timed steps on each side, in turns, after one that is not.
-        time_limit_s: about the longest time that the float64 copy may take; measuring one
-            attention call may take as much again.
+        repeats: timed steps on each side, in turns, after one that is not; fewer where they
+            would take longer than the limit.
+        time_limit_s: about the longest time for the float64 copy, and for all timed steps.
         options: of :func:`flashmod.swap_attention`.
     Raises:
         ValueError: there is nothing to swap; says what the model calls instead. Or the loss is no
@@ -92,13 +94,13 @@ class _Comparing:
         started = time.perf_counter()
         first = before.result()
         seconds = time.perf_counter() - started
-        memory = before.memory()
-        truth = self._truth(before, seconds, memory)
         swap = self._swap(options)
         after = _Side(self, Structure(self.model), routes=not swap.swapped)
         second = after.result()
         if not swap.swapped and not after.calls:
             raise ValueError(self._nothing(swap))
+        memory = Sides(before.memory(), after.memory())
+        truth = self._truth(before, seconds, memory.before)
         self._note(first, second, options)
         reference = truth or first
         errors = [
@@ -106,12 +108,19 @@ class _Comparing:
             for r in ((first, second) if truth else (second,))
         ]
         outputs, parameters = zip(*errors, strict=True)
-        return Comparison(
+        medians = self._seconds(before, after)
+        found = Comparison(
             self._setting(), swap, after.calls, "float64" if truth else "unswapped",
-            _sides(outputs), _sides(parameters), Sides(memory, after.memory()),
-            self._seconds(before, after), (before.attention(), after.attention()),
+            _sides(outputs), _sides(parameters), memory,
+            medians, (before.attention(), after.attention()),
             frozenset(after.predicted), padding, self.notes,
         )  # fmt: skip
+        if (found.gradient_error.before or 0.0) > _ROUGH and self.dtype == torch.float32:
+            self.notes.append(
+                "the unswapped model's own gradients are that far from float64: often a ReLU whose "
+                "input is so near 0 that rounding decides on which side. Compare the medians"
+            )
+        return found
 
     def _swap(self, options: dict[str, Any]) -> SwapReport:
         if any(isinstance(m, nn.MultiheadAttention) for m in self.model.modules()):
@@ -170,12 +179,14 @@ class _Comparing:
             self.notes.append("no gradients: they are switched off, or every parameter is frozen")
 
     def _seconds(self, before: _Side, after: _Side) -> Sides:
-        times: tuple[list[float], list[float]] = ([], [])
-        for repeat in range(self.repeats + 1):
-            for side, found in zip((before, after), times, strict=True):
-                seconds = side.seconds()
-                found += [seconds] if repeat else []  # the first one allocates and compiles
-        return Sides(*map(statistics.median, times))
+        """Medians of steps in turns; the first two are left out where there is time for more."""
+        rounds: list[tuple[float, float]] = []
+        end = time.perf_counter() + self.time_limit_s
+        while len(rounds) <= self.repeats and (not rounds or time.perf_counter() < end):
+            rounds.append((before.seconds(), after.seconds()))
+        rounds = rounds[1:] or rounds
+        self.repeats = len(rounds)
+        return Sides(*map(statistics.median, zip(*rounds, strict=True)))
 
     def _setting(self) -> Setting:
         return Setting(
@@ -245,7 +256,7 @@ class _Side:
 
     def attention(self) -> dict[str, float]:
         """Metrics of one attention call, empty where none is seen."""
-        limit = self.owner.time_limit_s
+        limit = min(self.owner.time_limit_s, _CALL_LIMIT_S)
         with self.ready(), track(self.owner.model, time_limit_s=limit) as tracker:
             self.owner.step.prepared()()
             if tracker.captured is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,13 @@ class Comparison:
         """The largest error of a parameter's gradient."""
         return _worst(self.parameters)
 
+    @property
+    def median_error(self) -> Sides:
+        """The median over the parameters of their gradients' errors."""
+        columns = zip(*self.parameters.values(), strict=True) if self.parameters else ((), ())
+        known = ([e for e in column if e is not None] for column in columns)
+        return Sides(*(statistics.median(errors) if errors else None for errors in known))
+
     def __str__(self) -> str:
         lines = [f"flashmod.compare: {self.setting}", self._swapped(), "", *_aligned(self._rows())]
         if self.padding is not None:
@@ -127,8 +135,9 @@ class Comparison:
         rows = [_TITLES, _error_row("output error", self.output_error, self.truth)]
         if self.parameters:
             rows.append(_error_row("gradient error, largest", self.gradient_error, self.truth))
+            rows.append(_error_row("gradient error, median", self.median_error, self.truth))
         rows.append(_row("peak memory of a step", self.memory, _mib))
-        rows.append(_row(f"median of {self.setting.repeats} steps", self.seconds, _duration))
+        rows.append(_row(f"median step (of {self.setting.repeats})", self.seconds, _duration))
         for key, title in (("attention", "attention alone"), ("dense_attention", "  if dense")):
             name = f"memory/{key}_peak_mib"
             row = _row(title, Sides(*(found.get(name) for found in self.attention)), _mib)
@@ -161,6 +170,7 @@ class Comparison:
             "compare/step_s": self.seconds[side],
             "compare/output_error": self.output_error[side],
             "compare/gradient_error": self.gradient_error[side],
+            "compare/gradient_error_median": self.median_error[side],
             "compare/padding_share": self.padding.share if self.padding else None,
         }
         shared = {k: v for k, v in self.attention[1].items() if k.startswith("data/")}
