@@ -38,8 +38,14 @@ def same_result(said: str) -> None:
     assert routed == "Routing(calls=1, left_to_torch={})" and float(error) < 1e-5
 
 
+def swapped(said: str) -> None:
+    assert "gradient error, largest" in said and "2 swapped, 0 skipped" in said
+    peaks = re.search(r"peak memory of a step\s+([\d.]+) MiB\s+([\d.]+) MiB", said)
+    assert peaks is not None and float(peaks[2]) < float(peaks[1])
+
+
 # What a block's output must show, by a word of the block.
-CLAIMS = {"measure.track": less_memory, "route_sdpa": same_result}
+CLAIMS = {"swap_attention": swapped, "measure.track": less_memory, "route_sdpa": same_result}
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[1])
