@@ -60,7 +60,7 @@ class FlashMultiheadAttention(OptionalFeatures):
         *,
         num_kv_heads: int | None = None,
         mask: Mask | None = None,
-        softcap: float = 0.0,
+        softcap: float = 0,
         alibi: bool | Tensor = False,
         sink: bool = False,
         backend: str | None = None,
@@ -138,7 +138,7 @@ class FlashMultiheadAttention(OptionalFeatures):
             "softcap": self.softcap,
             "alibi_slopes": self.slopes(q.device),
             "learnable_sink": self.sink,
-            "dropout_p": self.dropout if self.training else 0.0,
+            "dropout_p": self.dropout if self.training and self.drops else 0,
         }
         out, weights = self._attend(q, k, v, need_weights, arguments)
         (out,) = tokens.without_slack(self.merge(out))

@@ -20,6 +20,7 @@ from .stats import read_stats
 __all__ = ["Prepared", "dropout_threshold", "explain", "flash_attention", "prepare"]
 
 
+# The defaults are int: Dynamo makes an input of every float, and under dynamic=True traces twice.
 @takes_jagged
 @interceptable("flash")
 def flash_attention(
@@ -34,10 +35,10 @@ def flash_attention(
     lengths_q: Tensor | None = None,
     lengths_k: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     learnable_sink: Tensor | None = None,
-    dropout_p: float | Tensor = 0.0,
+    dropout_p: float | Tensor = 0,
     dropout_seed: int | Tensor | None = None,
     sequence_ids: Tensor | None = None,
     return_lse: bool = False,

@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
     num_kv_heads: int | None = None
     mask: Mask | None = None
-    softcap: float = 0.0
+    softcap: float = 0
     alibi: bool | Tensor = False
     sink: bool = False
     need_weights: bool | None = None
@@ -54,6 +54,7 @@ class OptionalFeatures(nn.MultiheadAttention):
     always_call: bool
     backend: str | None
     tiles: TileConfig | None
+    drops: bool  # whether dropout is not 0: Dynamo makes an input of every float that it meets
 
     def configure(self, options: Options) -> None:
         """Give a module that has torch's state these options.
@@ -65,6 +66,7 @@ class OptionalFeatures(nn.MultiheadAttention):
         self.num_kv_heads = options.num_kv_heads or self.num_heads
         for name in _ATTRIBUTES:
             setattr(self, name, getattr(options, name))
+        self.drops = bool(self.dropout)
         given = options.alibi if isinstance(options.alibi, Tensor) else None
         self.alibi = given is not None or bool(options.alibi)
         like = self.out_proj.weight
@@ -86,7 +88,7 @@ class OptionalFeatures(nn.MultiheadAttention):
         if parameter is not None:
             raise ValueError(f"{parameter} has no place in nn.MultiheadAttention")
         self._hook(False)
-        for name in (*_ATTRIBUTES, "num_kv_heads", "alibi", "alibi_slopes", "sink"):
+        for name in (*_ATTRIBUTES, "num_kv_heads", "drops", "alibi", "alibi_slopes", "sink"):
             delattr(self, name)
 
     def beyond_torch(self) -> str | None:
@@ -108,7 +110,11 @@ class OptionalFeatures(nn.MultiheadAttention):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in _ATTRIBUTES and "sink" in self._parameters:  # configured
+        if "sink" not in self.__dict__.get("_parameters", ()):  # not configured
+            return
+        if name == "dropout":
+            self.drops = bool(value)
+        elif name in _ATTRIBUTES:
             self._keep_called()
 
     def _reset_parameters(self) -> None:

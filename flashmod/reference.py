@@ -133,7 +133,7 @@ def visible(
         positions = (head, q_idx.int()[:, None], kv_idx)
         sequence = call.sequence_ids[span.n]
         seen = seen & predicate(sequence, *positions, *terms.labels, *call.mask_args)
-    return seen.expand(*seen.shape[:-3], heads, len(q_idx), kv_len)
+    return seen.expand(*seen.shape[:-3], heads, q_idx.shape[0], kv_len)
 
 
 def kept(

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs one process per core
@@ -50,3 +51,11 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """Let no test see what another one compiled: Dynamo counts compilations by code object."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

@@ -196,6 +196,8 @@ def _why_skipped(module: nn.MultiheadAttention) -> str:
     kind = type(module)
     if isinstance(module, _FLASH):
         return "it is flash attention already"
+    if kind.__module__.startswith("torch.distributed."):
+        return f"it is wrapped as {kind.__qualname__}: swap the model before you shard it"
     own = [name for name in vars(kind) if callable(getattr(kind, name)) and name[:2] != "__"]
     what = f"it defines {', '.join(own)}" if own else "it may mean something else"
     return f"it is a {kind.__module__}.{kind.__qualname__}, not nn.MultiheadAttention: {what}"
