@@ -2,12 +2,13 @@
 
 import logging
 import mmap
+from itertools import product
 
 import pytest
 import torch
 from cases import SEED, Inputs, cu_seqlens, reference_attention, run
 
-from flashmod import Mask, TileConfig
+from flashmod import Mask, TileConfig, flash_attention
 from flashmod.backends.triton import (
     dropout_mask,
     launch,
@@ -128,6 +129,86 @@ def test_dropout_bits_are_those_of_the_definition_in_both_orientations(blocks, p
         assert torch.equal(got, torch.stack(truth))
 
 
+def far_copy(x):
+    """The same numbers with rows 2 ** 30 bytes apart; the pages between stay untouched."""
+    stride = 2**29 + 8
+    pages = mmap.mmap(-1, x.shape[-2] * stride * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    far = torch.frombuffer(pages, dtype=torch.float16).as_strided(x.shape, (0, 0, stride, 1))
+    return far.copy_(x)
+
+
+def test_mask_offsets_past_two_gigabytes():
+    q, k, v, grad_out, grad_lse = tensors(5, 7, (1, 1), (16, 16), torch.float16)
+    bias = torch.randn(1, 1, 5, 7, dtype=torch.float16)
+    near, far = (
+        run(Inputs(q, k, v, grad_out, grad_lse, {"attn_mask": x}), backend="triton", tiles=TINY)
+        for x in (bias, far_copy(bias))
+    )
+    for a, b in zip(near[:6], far[:6], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", list(product((1, 3), (1, 2), (1, 24), (1, 37))), ids=str)
+def test_bias_gradient_of_every_broadcast_shape(shape):
+    """Tiles outside a sequence, or seen by nobody, get 0; axes that are not there are summed."""
+    cu = cu_seqlens((5, 0, 21)), cu_seqlens((20, 6, 33))
+    q, k, v = torch.randn(26, 2, 8), torch.randn(59, 1, 8), torch.randn(59, 1, 4)
+    bias = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf)
+    options = {"mask": Mask(causal=True), "softcap": 3.0}
+    options |= {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]}
+    grads = []
+    for dtype, function in ((torch.float32, flash_attention), (torch.float64, reference_attention)):
+        leaf = bias.to(dtype, copy=True).requires_grad_()
+        chosen = {"backend": "triton", "tiles": TINY} if function is flash_attention else {}
+        inputs = (x.to(dtype) for x in (q, k, v))
+        out, lse = function(*inputs, attn_mask=leaf, return_lse=True, **options, **chosen)
+        grads.append(torch.autograd.grad((out.square().sum(), lse[lse.isfinite()].sum()), leaf)[0])
+    got, truth = grads
+    assert got.shape == shape and (got[bias == -torch.inf] == 0).all()
+    torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_of_the_most_negative_number_hides_nothing(dtype):
+    """What other libraries write for "hidden" is finite: alone in a row it leaves the mean."""
+    q, k, v, *_ = tensors(rows=6, kv_rows=9, dtype=dtype)
+    bias = torch.zeros(6, 9, dtype=dtype)
+    bias[2], bias[3, 4:] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    out = flash_attention(q, k, v, attn_mask=bias, backend="triton", tiles=TINY)
+    torch.testing.assert_close(out[0, 2, 0], v.float().mean((0, 1, 2)).to(dtype))
+    seen = flash_attention(q, k, v, attn_mask=bias == 0, backend="triton", tiles=TINY)
+    torch.testing.assert_close(out[0, 3], seen[0, 3])
+
+
+def test_a_query_without_keys_reaches_no_gradient_whatever_it_holds():
+    """The slope of the soft cap of a NaN is one, and is selected away with its pair."""
+    q, k, v, grad_out, _ = tensors(rows=20)
+    hidden = torch.ones(20, 23, dtype=torch.bool)
+    hidden[3] = hidden[18] = False
+    ready = prepare(q, k, v, attn_mask=hidden, softcap=2.0, tiles=TINY)
+    results = []
+    for filler in (1.0, torch.nan):
+        q[:, [3, 18]], grad_out[:, [3, 18]] = filler, filler
+        out, _, saved, *_ = passes.forward(q, k, v, ready.call)
+        grads = passes.backward(grad_out, None, q, k, v, out, saved, ready.call, mask_grad=False)
+        results.append((out, *grads[:3]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("per_row", [False, True], ids=["alone", "beside keys"])
+def test_a_sink_without_keys_gets_the_gradient_of_its_lse(per_row):
+    q, k, v, _, grad_lse = tensors(rows=5, kv_rows=9 if per_row else 0)
+    sink = torch.randn(2)
+    options = {"learnable_sink": sink, "mask": Mask(causal=True, align="top_left"), "tiles": TINY}
+    call = prepare(q, k, v, **options).call
+    out, lse, saved, *_ = passes.forward(q, k, v, call)
+    grad_out = torch.zeros_like(out)
+    grads = passes.backward(grad_out, grad_lse, q, k, v, out, saved, call, mask_grad=False)
+    share = torch.exp(sink[:, None] - lse[0])
+    assert per_row or torch.equal(share, torch.ones_like(share))
+    torch.testing.assert_close(grads.sink[0], (share * grad_lse[0]).sum(1))
+
+
 LENGTHS = ((7, 0, 40, 1), (16, 5, 0, 33))
 
 
@@ -221,15 +302,16 @@ def test_one_line_before_a_first_compile(caplog):
 
 def test_no_row_outside_the_buffers_is_touched_whatever_the_lengths_say():
     x = torch.randn(10, 1, 16)
-    ready = prepare(x, x, x, cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32))
+    options = {"attn_mask": torch.zeros(10, 10), "dropout_p": torch.zeros(10), "dropout_seed": 0}
+    ready = prepare(x, x, x, cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32), **options)
     wrong = torch.tensor([0, 1 << 28], dtype=torch.int32), torch.tensor([4, 90], dtype=torch.int32)
     starts, lengths = wrong
     call = ready.call._replace(
         q_starts=starts, kv_starts=starts, q_lengths=lengths, kv_lengths=lengths
     )
     out, _, saved, *_ = passes.forward(ready.q, ready.k, ready.v, call)
-    *grads, _, _ = passes.backward(
-        out, None, ready.q, ready.k, ready.v, out, saved, call, mask_grad=False
+    *grads, _ = passes.backward(
+        out, None, ready.q, ready.k, ready.v, out, saved, call, mask_grad=True
     )
     assert all(grad.isfinite().all() for grad in grads)
     torch.testing.assert_close(out[0, :4], passes.forward(*ready).out[0, :4])

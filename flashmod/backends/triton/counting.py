@@ -43,9 +43,10 @@ def count_tile(
         down = tl.cdiv(limits.q_len, BLOCK_M)
         at = head.index.to(tl.int64) * down + query.first // BLOCK_M
         at = tl.load(stats.offsets + sequence.n) + at * across + tile // BLOCK_N
-        tl.store(stats.tiles + _RESCALES * stats.total + at, tl.sum(rescaled.to(tl.int32), 0))
-        tl.store(stats.tiles + _UPDATES * stats.total + at, tl.sum(updated.to(tl.int32), 0))
-        tl.store(stats.tiles + _KIND * stats.total + at, _PARTIAL if MASKED else _FULL)
+        at, total = stats.tiles + at, tl.cast(stats.total, tl.int64)
+        tl.store(at + _RESCALES * total, tl.sum(rescaled.to(tl.int32), 0))
+        tl.store(at + _UPDATES * total, tl.sum(updated.to(tl.int32), 0))
+        tl.store(at + _KIND * total, _PARTIAL if MASKED else _FULL)
 
 
 @triton.jit
