@@ -31,10 +31,12 @@ EVERY_VARIANT = (
     "dropout_rates stats everything"
 )
 WITH_BIAS_GRADIENT = {"key_bias", "pair_bias", "everything"}
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SLOW = [
-    (target, EVERY_VARIANT, dtype, dims)
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942")
-    for dtype, dims in (("float16", "64 128 256"), ("float32", "64"), ("float64", "64"))
+    *((target, EVERY_VARIANT, "float16", "64 128") for target in TARGETS),
+    *((target, "plain everything", "float16", "256") for target in TARGETS),
+    *((target, "plain everything", "float32 float64", "64") for target in TARGETS),
+    ("sm_90", EVERY_VARIANT, "float64", "64"),
 ]
 GOLDEN = Path(__file__).parent / "golden_sm90.json"
 
