@@ -5,6 +5,8 @@ import torch
 from cases import cu_seqlens
 from module_pairs import E, H, as_numbers, compare, hiding, pair
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flashmod import FlashMultiheadAttention, Mask
 
@@ -157,3 +159,26 @@ def test_compiles(extra):
     for need_weights in (F, T):
         for mine, eager in zip(compiled(x, need_weights=need_weights), module(x), strict=True):
             assert mine is None or torch.testing.assert_close(mine, eager) is None
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operator gives."""
+
+    size = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.size = max(self.size, *sizes, 0)
+        return result
+
+
+def test_causal_attention_with_them_is_linear_in_memory():
+    """No mask is written out, as one that hides later keys but no extra one would have to be."""
+    extra = {"add_bias_kv": T, "add_zero_attn": T, "mask": Mask(causal=T)}
+    module, sizes = FlashMultiheadAttention(E, H, batch_first=T, **extra), []
+    for length in (128, 256):
+        with Largest() as largest:
+            module(torch.randn(1, length, E), need_weights=F)[0].sum().backward()
+        sizes.append(largest.size)
+    assert sizes[1] == 2 * sizes[0] < 256**2
