@@ -419,3 +419,13 @@ def test_the_module_twin_answers():
     command = [sys.executable, "-m", "flashmod.experiments.compare", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["flashmod-compare", flashmod.__version__]
+
+
+def test_the_sample_has_the_padding_it_says() -> None:
+    from flashmod.comparison.samples import padded_encoder
+
+    model, batch = padded_encoder(batch=8, length=64, padding=0.6)
+    hidden = batch["src_key_padding_mask"]
+    assert hidden.shape == (8, 64) and abs(float(hidden.float().mean()) - 0.6) < 0.02
+    assert not hidden[0].any() and not hidden[:, 0].any()
+    assert model(**batch).shape == (8, 64, 512)
