@@ -108,7 +108,25 @@ def labels(name: str, x: Tensor | None, tokens: Tensor) -> Tensor | None:
     _check_device(name, x, tokens)
     if x.is_floating_point() or x.is_complex():
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
-    return _per_row(name, x, tokens).to(torch.int32).contiguous()
+    narrow = _per_row(name, x, tokens).to(torch.int32)
+    if x.dtype == torch.int64:
+        _check_fits(name, x)
+    return narrow.contiguous()
+
+
+def _check_fits(name: str, x: Tensor) -> None:
+    """Labels are int32: two that differ by 2**32 would count as the same."""
+    if not torch.compiler.is_compiling():
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):  # in torch.func's transforms
+            x = torch._C._functorch.get_unwrapped(x)
+    fits = (x == x.to(torch.int32)).all()
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(fits, f"{name} must fit into int32")
+    elif not fits:
+        raise ValueError(
+            f"{name} must fit into int32, got values from {int(x.min())} to {int(x.max())}: "
+            "number them anew, e.g. by torch.unique(..., return_inverse=True)"
+        )
 
 
 def thresholds(dropout_p: float | Tensor, q: Tensor) -> tuple[Tensor | None, int]:

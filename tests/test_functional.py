@@ -125,6 +125,7 @@ REFUSALS = {
     "labels_keys": (tensors(), {"mask": labelled(torch.zeros(2, 5), torch.zeros(2, 5))}, ValueError, "labels of keys must be (2, 7), one per token, got (2, 5)"),
     "labels_packed": (packed(), {"cu_seqlens_q": cu_seqlens([5]), "mask": labelled(torch.zeros(4), torch.zeros(5))}, ValueError, "labels of queries must be (5,), one per token, got (4,)"),
     "labels_device": (tensors(), {"mask": labelled(torch.zeros(2, 5), torch.zeros(2, 7, device="meta"))}, ValueError, "labels of keys is on meta, q, k and v are on cpu"),
+    "labels_wide": (tensors(), {"mask": Mask(fn=same_document, labels=(torch.zeros(2, 5).long(), torch.full((2, 7), 1 << 32)))}, ValueError, "labels of keys must fit into int32, got values from 4294967296"),
     "labels_float": (tensors(), {"mask": Mask(fn=same_document, labels=(torch.zeros(2, 5), torch.zeros(2, 7)))}, TypeError, "labels of queries must hold integers, got torch.float32"),
     "cu_list": (packed(), {"cu_seqlens_q": [0, 5]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
     "lengths_list": (tensors(), {"lengths_q": [5, 5]}, TypeError, "lengths_q must be a tensor, got list"),
