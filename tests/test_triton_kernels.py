@@ -98,18 +98,23 @@ def test_remainders_of_negative_offsets_round_down(fn_args):
     assert_equals_definition(Inputs(*tensors(), {"mask": mask}), TileConfig(32, 32))
 
 
-def test_row_offsets_past_two_gigabytes():
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_row_offsets_past_two_gigabytes(packed, backend):
     """pytorch/pytorch#190857: 32-bit offsets read elsewhere. The pages between stay untouched."""
     stride = 2**29 + 8
     pages = mmap.mmap(-1, 5 * stride * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     far = torch.frombuffer(pages, dtype=torch.float16).as_strided((1, 5, 1, 16), (0, stride, 0, 1))
     q, k, v, grad_out, _ = tensors(5, 5, (1, 1), (16, 16), torch.float16)
     near = Inputs(q, k, v, grad_out, torch.randn(1, 1, 5), {})
+    if packed:  # the second sequence lies past 2**31 elements
+        near = Inputs(*(x[0] for x in near[:5]), {"cu_seqlens_q": cu_seqlens([4, 1])})
+        far = far[0]
     for name in ("q", "k", "v", "grad_out"):
         x = getattr(near, name)
         far.copy_(x)
-        moved = run(near._replace(**{name: far}), backend="triton", tiles=TINY)
-        for a, b in zip(moved, run(near, backend="triton", tiles=TINY), strict=True):
+        moved = run(near._replace(**{name: far}), backend=backend, tiles=TINY)
+        for a, b in zip(moved, run(near, backend=backend, tiles=TINY), strict=True):
             assert torch.equal(a, b), name
 
 
